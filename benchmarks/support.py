@@ -260,7 +260,7 @@ def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None
     spec = Spec(1.0, mods, None, Dropout(problem.dropout_p, problem.dropout_seed) if problem.dropout_p else None)
     found = {}
     with _fake(), _as_on_a_gpu():
-        for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
+        for tile in {(tile.kind, tile.needs_mask_mod, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
             q, k, v = (
                 _empty(len(span), dim, problem.dtype, problem.device)
                 for span, dim in zip((tile.rows, tile.cols, tile.cols), dims, strict=True)

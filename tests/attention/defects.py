@@ -655,9 +655,9 @@ def programs_see_batch_rows_counted_from_the_first_of_a_lane(plant):
 
 
 @defect
-def blocks_to_be_asked_are_taken_for_certain(plant):
+def partial_blocks_are_taken_for_full(plant):
     def bend(real):
-        return lambda self, rank, arena: tuple(tile._replace(asked=False) for tile in real(self, rank, arena))
+        return lambda self, rank, arena: tuple(tile._replace(needs_mask_mod=False) for tile in real(self, rank, arena))
 
     plant(Geometry, "tiles", bend)
 

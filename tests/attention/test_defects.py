@@ -85,7 +85,7 @@ KNOWN = {
     "heads and a ring": ["groups send to the ranks that have the numbers of groups"],
     "a BlockMask that knows better": [
         "programs see the positions of the shard",
-        "blocks to be asked are taken for certain",
+        "partial blocks are taken for full",
         "the mask of the first head is used for all",
     ],
     "a soft cap": ["scores are changed forward but not backward", "the slope of a score mod is taken to be one"],

@@ -85,9 +85,9 @@ def positions(some):
 def test_positions_are_affine_in_the_rows_of_blocks_and_the_columns_of_spans(rows, cols, block, data):
     at = {"rows": positions(rows), "cols": positions(cols)}
     n, m = map(len, at.values())
-    asked = data.draw(st.booleans())
+    needs_mask_mod = data.draw(st.booleans())
     lo = data.draw(st.integers(1 - n, m - 1))
-    tile = Tile(range(n), range(m), lo, data.draw(st.integers(lo, m + 2)), asked)
+    tile = Tile(range(n), range(m), lo, data.draw(st.integers(lo, m + 2)), needs_mask_mod)
     for side, other in (("rows", "cols"), ("cols", "rows")):
         tables = agenda((tile,), side, len(at[side]), block, torch.device("cpu"), Runs(rows, cols))
         blocks, spans, blocks_at, spans_at = (x.tolist() for x in tables)
@@ -97,9 +97,9 @@ def test_positions_are_affine_in_the_rows_of_blocks_and_the_columns_of_spans(row
                 pairs |= {(i, j) for i in range(first, end) for j in range(start, stop) if low <= j - i <= high}
             if span < last:
                 assert [base + step * i for i in range(first, end)] == at[side][first:end]
-        for (start, stop, *_), (base, step, is_asked) in zip(spans, spans_at, strict=True):
+        for (start, stop, *_), (base, step, needs_mod) in zip(spans, spans_at, strict=True):
             assert [base + step * i for i in range(start, stop)] == at[other][start:stop]
-            assert is_asked == asked
+            assert needs_mod == needs_mask_mod
         band = {(i, j) for i in range(n) for j in range(m) if tile.lo <= j - i <= tile.hi}
         assert pairs == (band if side == "rows" else {(j, i) for i, j in band})
 
@@ -148,14 +148,14 @@ def test_band_computes_the_programs_that_it_can_compile_and_never_falls_back(mon
         choose_kernel("band", spec, x, x, x, TILES)
 
 
-def test_a_mask_mod_is_compiled_only_where_it_is_asked(monkeypatch):
+def test_a_mask_mod_is_compiled_only_where_it_is_needed(monkeypatch):
     x = cuda(monkeypatch)
     monkeypatch.setattr("attnspan.kernels.kernel.Traits.runs_on", lambda *_: True)
     mask = traced(lambda b, h, q, k: torch.lgamma(q.float()) > 3)
     spec = Spec(0.1, Mods(traced(soft_cap, "score_mod", score=torch.float32), mask))
     assert choose_kernel("band", spec, x, x, x, TILES) is KERNELS["band"]
     with pytest.raises(KernelError, match=r"band cannot compile aten\.lgamma\.default in <lambda>"):
-        choose_kernel("band", spec, x, x, x, (TILES[0]._replace(asked=True),))
+        choose_kernel("band", spec, x, x, x, (TILES[0]._replace(needs_mask_mod=True),))
 
 
 # ---- exact -----------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_every_program_is_compiled_for_hopper(monkeypatch, name, asks, learns):
         score = traced(SCORES[name], "score_mod", score=torch.float32)
     captured = () if score is None else score.captured
     x, lse = torch.empty(1, 4, n, 128, dtype=torch.bfloat16), torch.empty(1, 4, n)
-    tiles = (Tile(range(n), range(n), 1 - n, 0, asked=asks),)
+    tiles = (Tile(range(n), range(n), 1 - n, 0, needs_mask_mod=asks),)
     where = GlobalPositions(torch.arange(n), torch.arange(n), range(1), range(4), ((range(n),), (range(n),)))
     region, spec = Region(tiles, lambda: where, captured), Spec(0.1, Mods(score, traced(documents)))
     bands.forward(spec, x, x, x, tiles, x.dtype, band_mods.ModsArgs.of(spec, region))

@@ -57,7 +57,7 @@ def problems(draw):
     """Any plan, with head dims that it serves, and any of the features that tensors can have."""
     kv_heads = draw(st.integers(1, 2))
     return Problem.of(
-        draw(plans(max_len=24, max_ranks=4).filter(lambda plan: not is_asked(plan))),
+        draw(plans(max_len=24, max_ranks=4).filter(lambda plan: not needs_mask_mod(plan))),
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         dim=24,
@@ -71,12 +71,12 @@ def problems(draw):
     )
 
 
-def is_asked(plan):
+def needs_mask_mod(plan):
     """Whether some tile is for a program, which this kernel runs none of."""
     steps = (
         step for rank in range(0, plan.ranks, plan.degree) for row in range(plan.rows) for step in plan.steps(rank, row)
     )
-    return any(tile.asked for step in steps for tile in step.tiles)
+    return any(tile.needs_mask_mod for step in steps for tile in step.tiles)
 
 
 @given(problems())

@@ -130,7 +130,7 @@ REFUSED = {
 def test_what_cannot_be_compiled_is_named(name):
     fn, reason = REFUSED[name]
     mods = Mods(traced(fn, "score_mod", score=torch.float32))
-    (line,) = band_mods.explain_programs(mods, asked=False)
+    (line,) = band_mods.explain_programs(mods, needs_mask_mod=False)
     assert f"band cannot compile {reason}" in line
     assert line.endswith("; flex can on CUDA, blocks anywhere")
 

@@ -65,13 +65,13 @@ def test_a_cover_holds_every_pair_and_is_sure_only_of_what_counts(by_blocks, nam
     mask = MASKS[name]()
     for row in range(mask.rows):
         found = mask.cover(33, row=row)
-        certain, asked = (dense(bands) for bands in (found.certain, found.asked))
+        certain, asked = (dense(bands) for bands in (found.certain, found.partial))
         heads = torch.stack([mask.dense(33, row=row, head=head) for head in range(mask.heads)])
         assert not (certain & asked).any()
         assert (certain <= heads.all(0)).all()
         assert (heads.any(0) <= certain | asked).all()
         assert area(found.bands) == int(certain.sum() + asked.sum())
-        assert found.asked
+        assert found.partial
 
 
 def test_masks_of_our_own_have_nothing_to_ask():

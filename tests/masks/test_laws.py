@@ -56,7 +56,7 @@ def test_columns_are_the_bands_of_the_cover(case):
     for row in range(case.mask.rows):
         columns, asked = case.mask.band_columns(*case.lengths, row=row)
         cover = case.mask.cover(*case.lengths, row=row)
-        assert (columns.bands(), asked) == (cover.bands, cover.asked)
+        assert (columns.bands(), asked) == (cover.bands, cover.partial)
 
 
 @given(cases())

@@ -195,7 +195,7 @@ def test_partial_blocks_beyond_a_limit_are_left_to_kernels(pairs, monkeypatch):
     from attnspan.masks import listed
 
     monkeypatch.setattr(question, "BLOCKS_AT_ONCE", 4)
-    monkeypatch.setattr(listed, "MAX_ASKED", 2000)
+    monkeypatch.setattr(listed, "MAX_EVALUATED", 2000)
     fn = packed
     mask = Mask.from_block_mask(create_block_mask(fn, None, None, 768, 768, "cpu"))
     cover = mask.cover(768)

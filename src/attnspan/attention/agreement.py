@@ -235,7 +235,7 @@ def _ask_kernel(bound: BoundPlan, inputs: Inputs) -> None:
     spec, tensors = bound.spec(inputs), (inputs.query, *inputs.keys)
     plan = bound.plan
     tiles = [tile for row in range(plan.rows) for step in plan.steps(bound.rank, row) for tile in step.tiles]
-    for tile in {(tile.kind, tile.asked, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
+    for tile in {(tile.kind, tile.needs_mask_mod, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
         if reason := choose_kernel(bound.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
             raise KernelError(reason)
 

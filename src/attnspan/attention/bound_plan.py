@@ -150,13 +150,15 @@ class BoundPlan:
     def programs(self) -> list[str]:
         """Lines of `explain` on the programs that ran."""
         return [
-            line for mods in self._mods.values() for line in explain_programs(mods, asked=self.plan.has_asked_pairs)
+            line
+            for mods in self._mods.values()
+            for line in explain_programs(mods, needs_mask_mod=self.plan.needs_mask_mod)
         ]
 
     def _found_mods(self, device: torch.device, dtype: torch.dtype) -> Mods | None:
         score = None if self.score is None else self.score.program(dtype).on(device)
         plan, mask = self.plan, None
-        if plan.has_asked_pairs or score is not None or runs_programs(self.kernel):
+        if plan.needs_mask_mod or score is not None or runs_programs(self.kernel):
             mask_mod = plan.mask.mask_mod(plan.seq_len, plan.key_len)
             mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
         return None if score is mask is None else Mods(score, mask)

@@ -67,11 +67,11 @@ class Runs(NamedTuple):
 
 
 class AffinePositions(NamedTuple):
-    """Where indices lie: `first + step * index` is a position. Whether pairs must be asked."""
+    """Where indices lie: `first + step * index` is a position. Whether a mask_mod decides."""
 
     first: int = 0
     step: int = 0
-    asked: bool = False
+    needs_mask_mod: bool = False
 
 
 class TileSpan(NamedTuple):
@@ -140,7 +140,9 @@ def _spans(tiles: tuple[Tile, ...], side: Side, own: Positions, others: Position
     rows, cols = (own, others) if side == "rows" else (others, own)
     cut = [piece for tile in tiles for piece in _cut(tile, rows, cols)]
     return [
-        _span(tile, side)._replace(spot=_spot(others, (tile.cols if side == "rows" else tile.rows).start, tile.asked))
+        _span(tile, side)._replace(
+            spot=_spot(others, (tile.cols if side == "rows" else tile.rows).start, tile.needs_mask_mod)
+        )
         for tile in cut
     ]
 
@@ -151,7 +153,7 @@ def _cut(tile: Tile, rows: Positions, cols: Positions) -> Iterator[Tile]:
         for c0, c1 in _edges(cols):
             if (piece := band.cut(r0, r1, c0, c1)) is not None:
                 q0, q1, k0, k1, lo, hi = piece
-                yield Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, tile.asked)
+                yield Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, tile.needs_mask_mod)
 
 
 def _edges(runs: Positions) -> list[tuple[int, int]]:
@@ -159,11 +161,11 @@ def _edges(runs: Positions) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(map(len, runs), initial=0)))
 
 
-def _spot(runs: Positions, index: int, asked: bool = False) -> AffinePositions:
+def _spot(runs: Positions, index: int, needs_mask_mod: bool = False) -> AffinePositions:
     """Of the run that an index lies in."""
     for run, (start, stop) in zip(runs, _edges(runs), strict=True):
         if start <= index < stop:
-            return AffinePositions(run.start - run.step * start, run.step, asked)
+            return AffinePositions(run.start - run.step * start, run.step, needs_mask_mod)
     raise AssertionError("runs hold every index")
 
 

@@ -35,9 +35,9 @@ def refusal(spec: Spec, tiles: Tiles) -> str | None:
     return None
 
 
-def explain_programs(mods: Mods | None, *, asked: bool) -> list[str]:
-    """What of a score_mod, and of a mask_mod that is asked, `band` compiles, and why not."""
-    programs = () if mods is None else (mods.score_mod, mods.mask_mod if asked else None)
+def explain_programs(mods: Mods | None, *, needs_mask_mod: bool) -> list[str]:
+    """What of a score_mod, and of a mask_mod that is needed, `band` compiles, and why not."""
+    programs = () if mods is None else (mods.score_mod, mods.mask_mod if needs_mask_mod else None)
     compiled = 'compiled by kernel="band"'
     return [f"{program.name}: {_refused(program) or compiled}" for program in programs if program is not None]
 
@@ -50,10 +50,10 @@ def _refused(program: Program) -> str | None:
 
 
 def _needed(mods: Mods | None, tiles: Tiles) -> tuple[Program | None, Program | None]:
-    """The score_mod, and the mask_mod where tiles ask it."""
+    """The score_mod, and the mask_mod where tiles need it."""
     if mods is None:
         return None, None
-    return mods.score_mod, mods.mask_mod if any(tile.asked for tile in tiles) else None
+    return mods.score_mod, mods.mask_mod if any(tile.needs_mask_mod for tile in tiles) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ the seed, the least word that is kept, and the first batch row and head. Without
 [Note: programs] With a score_mod or a mask_mod, programs are compiled with their functions (triton_mods.py) for each
 pair of graphs. Positions are affine in rows and columns: those of a block's rows, and of a span's columns, are
 ``first + step * index``, and no tensor of positions is read. `mods` is (batch row, head, tables, their sizes). Scores
-are natural logarithms where they are changed: `scale` is the plain one then. A mask_mod is asked in blocks that take
-a mask anyway, and in all blocks of spans that are `asked`.
+are natural logarithms where they are changed: `scale` is the plain one then. A mask_mod is evaluated in blocks that
+take a mask anyway, and in all blocks of spans that need it.
 
 [Note: what is learned] What the score_mod looked up by row, head or not at all is summed row by row, in registers
 (`carry`), with the sum of p * d_share: host code corrects with it, see bands.py. What it looked up by column is summed
@@ -93,7 +93,7 @@ def programs(code: ModsCode = NO_CODE) -> BandPrograms:
 
     @triton.jit
     def three(table, at):
-        """A row of what says where blocks or spans lie: the position of index 0, the step, whether pairs are asked."""
+        """Where a block or span lies: the position of index 0, the step, whether its pairs need the mask_mod."""
         x = table + at * 3
         return tl.load(x), tl.load(x + 1), tl.load(x + 2)
 
@@ -195,9 +195,9 @@ def programs(code: ModsCode = NO_CODE) -> BandPrograms:
         for s in range(span, last_span):
             at, m, lo, hi = four(spans, s)
             start, inner, outer, stop = reach(first, end - 1, at, m, lo, hi, block_m)
-            k_first, k_step, asked = three(spans_at, s) if placed else (0, 0, 0)
+            k_first, k_step, needs_mod = three(spans_at, s) if placed else (0, 0, 0)
             if asks:
-                inner, outer = tl.where(asked != 0, stop, inner), tl.where(asked != 0, stop, outer)
+                inner, outer = tl.where(needs_mod != 0, stop, inner), tl.where(needs_mod != 0, stop, outer)
             for j in range(inner, outer):
                 acc, total, most = attend(acc, total, most, q_block, k, v, rows, at + j * block_m, k_n, v_n, m, lo, hi,
                                           scale, mods, q_pos, k_first, k_step,
@@ -312,9 +312,9 @@ def programs(code: ModsCode = NO_CODE) -> BandPrograms:
         for s in range(span, last_span):
             at, m, lo, hi = four(spans, s)
             start, inner, outer, stop = reach(first, end - 1, at, m, lo, hi, block_m)
-            k_first, k_step, asked = three(spans_at, s) if placed else (0, 0, 0)
+            k_first, k_step, needs_mod = three(spans_at, s) if placed else (0, 0, 0)
             if asks:
-                inner, outer = tl.where(asked != 0, stop, inner), tl.where(asked != 0, stop, outer)
+                inner, outer = tl.where(needs_mod != 0, stop, inner), tl.where(needs_mod != 0, stop, outer)
             for j in range(inner, outer):
                 acc, carry = gather_rows(acc, carry, q_block, grad_block, wall, correction,
                                   k, v, rows, at + j * block_m, k_n, v_n, m, lo, hi, factor,
@@ -403,9 +403,9 @@ def programs(code: ModsCode = NO_CODE) -> BandPrograms:
         for s in range(span, last_span):
             at, stop_row, lo, hi = four(spans, s)
             start, inner, outer, stop = reach(first, end - 1, at, stop_row, lo, hi, block_n)
-            q_first, q_step, asked = three(spans_at, s) if placed else (0, 0, 0)
+            q_first, q_step, needs_mod = three(spans_at, s) if placed else (0, 0, 0)
             if asks:
-                inner, outer = tl.where(asked != 0, stop, inner), tl.where(asked != 0, stop, outer)
+                inner, outer = tl.where(needs_mod != 0, stop, inner), tl.where(needs_mod != 0, stop, outer)
             for each in range(group):
                 own = h * group + each
                 q_own, grad_own = q + b * q_b + own * q_h, grad + b * grad_b + own * grad_h

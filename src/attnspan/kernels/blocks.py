@@ -118,13 +118,18 @@ class ScoreBlock(NamedTuple):
     rows: range
     cols: range
     allowed: Tensor | None
-    asked: bool
+    needs_mask_mod: bool
 
 
 def _is_plain(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> bool:
     """Whether a tile is for the flash kernel."""
     changed = spec.mods is not None and spec.mods.score_mod is not None
-    return not changed and not tile.asked and spec.dropout is None and cpu_flash.supports(spec, q, k, v, tile) is None
+    return (
+        not changed
+        and not tile.needs_mask_mod
+        and spec.dropout is None
+        and cpu_flash.supports(spec, q, k, v, tile) is None
+    )
 
 
 def _blocks(tile: Tile, q: Tensor) -> Iterator[ScoreBlock]:
@@ -140,7 +145,9 @@ def _blocks(tile: Tile, q: Tensor) -> Iterator[ScoreBlock]:
                 i = torch.arange(piece.q0, piece.q1, device=q.device).unsqueeze(-1)
                 distance = torch.arange(piece.k0, piece.k1, device=q.device) - i
                 allowed = (distance >= piece.lo) & (distance <= piece.hi)
-            yield ScoreBlock(tile.rows[piece.q0 : piece.q1], tile.cols[piece.k0 : piece.k1], allowed, tile.asked)
+            yield ScoreBlock(
+                tile.rows[piece.q0 : piece.q1], tile.cols[piece.k0 : piece.k1], allowed, tile.needs_mask_mod
+            )
 
 
 def _scores(spec: Spec, q: Tensor, k: Tensor, block: ScoreBlock) -> Tensor:
@@ -162,11 +169,11 @@ def _changed(spec: Spec, scores: Tensor, block: ScoreBlock, region: Region) -> T
 def _hidden(spec: Spec, scores: Tensor, block: ScoreBlock, region: Region) -> Tensor:
     """Scores, -inf where a pair is not allowed."""
     allowed = block.allowed
-    if block.asked:
-        assert spec.mods is not None, "an asked tile comes with the mask's program"
-        assert spec.mods.mask_mod is not None, "an asked tile comes with the mask's program"
-        asked = spec.mods.mask_mod.over(*region.where.indices(block.rows, block.cols))
-        allowed = asked if allowed is None else asked & allowed
+    if block.needs_mask_mod:
+        assert spec.mods is not None, "such a tile comes with the mask's program"
+        assert spec.mods.mask_mod is not None, "such a tile comes with the mask's program"
+        chosen = spec.mods.mask_mod.over(*region.where.indices(block.rows, block.cols))
+        allowed = chosen if allowed is None else chosen & allowed
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 

@@ -1,7 +1,7 @@
 """FlexAttention itself, compiled, for CUDA: any program, one call for everything between two buffers.
 
 Tiles become the block lists of a BlockMask (masks/blocks.py), in O(blocks): blocks that certain tiles fill are full,
-the others that any tile touches are partial. Inside partial blocks FlexAttention asks the mask's own rule, at the
+the others that any tile touches are partial. Inside partial blocks FlexAttention evaluates the mask's own rule, at the
 global positions of rows and columns; every allowed pair between the two buffers is computed by this call, so the rule
 alone is right there, whatever tile a block belongs to. Positions, batch rows and heads are looked up in tensors, and
 captured tensors are tensors: other documents, ranks and values run the same compiled code.

@@ -1,9 +1,9 @@
-"""FlexAttention programs inside a kernel: a score_mod and the mask's mask_mod, asked at global positions.
+"""FlexAttention programs inside a kernel: a score_mod and the mask's mask_mod, evaluated at global positions.
 
 A kernel sees rows and columns of buffers: a rank's queries in the order of its layout, keys as they arrived, a share of
 the heads, one of several batch rows. A program was written for the whole attention. `GlobalPositions` says which
-position, batch row and head each row, column and tensor dim stands for; asked through it, a program never notices that
-it was split.
+position, batch row and head each row, column and tensor dim stands for; evaluated through it, a program never notices
+that it was split.
 
 Knows nothing of ranks: who holds what is the caller's business.
 """
@@ -22,7 +22,7 @@ from attnspan.masks.tile import Tile
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mods:
-    """What changes scores, and what decides which pairs of asked tiles (masks/tile.py) count; each may be None."""
+    """What changes scores, and what decides which pairs count in tiles that need it (tile.py); each may be None."""
 
     score_mod: Program | None = None
     mask_mod: Program | None = None
@@ -31,7 +31,7 @@ class Mods:
         """What a kernel must be able to run for a tile, or nothing."""
         if self.score_mod is not None:
             return f"score_mod ({self.score_mod.name})"
-        return f"mask_mod ({self.mask_mod.name})" if tile.asked and self.mask_mod is not None else ""
+        return f"mask_mod ({self.mask_mod.name})" if tile.needs_mask_mod and self.mask_mod is not None else ""
 
     @property
     def key(self) -> str:

@@ -7,7 +7,7 @@ refused with the kernel's own reason and the names of those that would do.
 "auto" gives a tile to the first kernel in order that can compute it (`fastest`). Where `Spec.preference` has measured
 this device, its order comes first. Four kinds of steps are not taken apart:
 
-* A score_mod, or a tile whose pairs must be asked, is for a kernel that runs programs, which takes all tiles. Other
+* A score_mod, or a tile that needs a mask_mod, is for a kernel that runs programs, which takes all tiles. Other
   kernels refuse, all by the same rule, which is here.
 * Dropout is for a kernel that has it and takes all tiles. Other kernels refuse, by a rule that is here too.
 * A kernel that is `optional` takes all tiles where it is installed and `Spec.preference`, which has measured it,

@@ -189,7 +189,7 @@ def joined_tiles(tiles: Tiles) -> Tiles:
 
 def _is_band(tile: Tile) -> bool:
     """Whether its pairs are a band of the buffers."""
-    return tile.rows.step == tile.cols.step == 1 and not tile.asked
+    return tile.rows.step == tile.cols.step == 1 and not tile.needs_mask_mod
 
 
 def _cut(bands: list[Band]) -> Iterator[Band]:

@@ -69,10 +69,10 @@ def classified(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(I, J): blocks that certain tiles fill, those in which they hold anything, and those in which others may."""
     plain = [tile for tile in tiles if tile.rows.step == tile.cols.step == 1]
-    certain = [band_of(tile) for tile in plain if not tile.asked]
-    asked = [band_of(tile) for tile in plain if tile.asked]
+    certain = [band_of(tile) for tile in plain if not tile.needs_mask_mod]
+    partial = [band_of(tile) for tile in plain if tile.needs_mask_mod]
     pairs_IJ = _pairs(_strips(certain, size, device), shape, size)
-    doubtful_IJ = _pairs(_strips(asked, size, device), shape, size) > 0
+    doubtful_IJ = _pairs(_strips(partial, size, device), shape, size) > 0
     for tile in tiles:
         if tile.rows.step > 1 or tile.cols.step > 1:
             i, j = (

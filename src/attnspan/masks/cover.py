@@ -1,16 +1,16 @@
-"""What a plan is made from where a mask is a function: pairs that are certain, and pairs that must be asked.
+"""What a plan is made from where a mask is a function: pairs that are certain, and pairs to be evaluated.
 
 Bands say exactly which pairs count. A function can only be evaluated, pair by pair, and its results may need a band for
 every few pairs. So a plan is made from less: two disjoint sets of bands, where every allowed pair lies in one of them.
 They are what full and partial blocks are to a BlockMask::
 
     certain   all of their pairs count     any kernel computes them
-    asked     some of their pairs count    a kernel that evaluates the function computes them
+    partial   some of their pairs count    a kernel that evaluates the function computes them
 
 Layouts, transfers and work are decided by both together, which is never less than what is needed; results stay exact,
-because kernels evaluate the function again for asked pairs. The library's own masks have none.
+because kernels evaluate the function again in partial bands. The library's own masks have none.
 
-The two combine like the masks they stand for. With the outer set (certain and asked) and the inner one (certain)::
+The two combine like the masks they stand for. With the outer set (certain and partial) and the inner one (certain)::
 
     a & b    outer & outer,  inner & inner
     a | b    outer | outer,  inner | inner
@@ -29,24 +29,24 @@ from attnspan.masks.row_spans import RowSpans
 
 
 class Cover(NamedTuple):
-    """Disjoint bands: all pairs of `certain` count, those of `asked` may; no others do.
+    """Disjoint bands: all pairs of `certain` count, those of `partial` may; no others do.
 
     >>> Cover((tight(0, 4, 0, 4),)).is_exact
     True
     """
 
     certain: Bands
-    asked: Bands = ()
+    partial: Bands = ()
 
     @property
     def bands(self) -> Bands:
         """Where an allowed pair can be."""
-        return tuple(sorted((*self.certain, *self.asked))) if self.asked else self.certain
+        return tuple(sorted((*self.certain, *self.partial))) if self.partial else self.certain
 
     @property
     def is_exact(self) -> bool:
-        """Whether no pair needs to be asked."""
-        return not self.asked
+        """Whether no pair needs to be evaluated."""
+        return not self.partial
 
     @classmethod
     def between(cls, inner: Bands, outer: Bands) -> Cover:

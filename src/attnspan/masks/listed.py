@@ -1,9 +1,9 @@
 """What a FlexAttention BlockMask allows, block list by block list.
 
-That is not always its mask_mod: blocks it does not list are skipped, and full blocks are not asked. So the lists are
-believed, and the function is asked (question.py) within partial blocks alone; a plan needs none of them. Where all
-heads are alike they are asked nevertheless, up to so many pairs, because bands may come of it (a causal mask is then
-one band, and every kernel can compute it).
+That is not always its mask_mod: blocks it does not list are skipped, and it is not evaluated in full ones. So the lists
+are believed, and the function is evaluated (question.py) in partial blocks alone; a plan needs none of them. Where all
+heads are alike they are evaluated nevertheless, up to so many pairs, because bands may come of it (a causal mask is
+then one band, and every kernel can compute it).
 
 A BlockMask is read once, as a function is: lists and what the mask_mod computes are copied ([Note: a value] in
 mask_mod.py).
@@ -33,8 +33,8 @@ from attnspan.masks.snapshot import Copies, Snapshot
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MAX_ASKED = 1 << 26
-"""Pairs that are asked when a mask is planned for, to find bands in partial blocks."""
+MAX_EVALUATED = 1 << 26
+"""Pairs that are evaluated when a mask is planned for, to find bands in partial blocks."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -53,7 +53,7 @@ class Listed(Mask):
 
     @property
     def program(self) -> Program | None:
-        """What is asked in partial blocks."""
+        """What is evaluated in partial blocks."""
         return None if self.snapshot is None else self.snapshot.program
 
     @property
@@ -93,7 +93,7 @@ class Listed(Mask):
 
     def _cover(self, q_len: int, kv_len: int, row: int) -> Cover:
         if self.heads == 1 and self.program is not None:
-            return self._question(row).cover(self._blocks(row), MAX_ASKED)
+            return self._question(row).cover(self._blocks(row), MAX_EVALUATED)
         partial, full = self.partial_RHIJ[row], self.full_RHIJ[row]
         certain = full.all(0)
         both = (self._boxes(chosen).spans(self.block[0]) for chosen in (certain, (partial | full).any(0) & ~certain))

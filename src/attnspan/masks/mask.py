@@ -159,7 +159,7 @@ class Mask(ABC):
     def cover(self, q_len: int, kv_len: int | None = None, row: int = 0) -> Cover:
         """Bands that hold every allowed pair of one batch row and any head: what plans are made from.
 
-        Those of a mask that is written as a pattern are exact; of a function, some may have to be asked again.
+        Those of a mask that is written as a pattern are exact; of a function, some may be `partial`.
 
         >>> from attnspan.masks import Causal, MaskMod
         >>> (Causal() & MaskMod(lambda b, h, q, k: q - k < 3)).cover(8).is_exact
@@ -169,11 +169,11 @@ class Mask(ABC):
         return _cached_cover(self, q_len, kv_len, self._checked_row(row))
 
     def band_columns(self, q_len: int, kv_len: int | None = None, row: int = 0) -> tuple[Columns, Bands]:
-        """The bands of `cover`, a tensor for each of their bounds, and those of them that must be asked.
+        """The bands of `cover`, a tensor for each of their bounds, and those of them that are partial.
 
         >>> from attnspan.masks import Causal, Documents
-        >>> columns, asked = (Causal() & Documents([3, 5])).band_columns(8)
-        >>> columns.q0.tolist(), columns.q1.tolist(), asked
+        >>> columns, partial = (Causal() & Documents([3, 5])).band_columns(8)
+        >>> columns.q0.tolist(), columns.q1.tolist(), partial
         ([0, 3], [3, 8], ())
         """
         q_len, kv_len = _lengths(q_len, kv_len)
@@ -316,7 +316,7 @@ end a document of its own
     def from_block_mask(block_mask: BlockMask) -> Mask:
         """The mask that FlexAttention applies when given this BlockMask.
 
-        That is not always its mask_mod: blocks it does not list are skipped, and full blocks are not asked.
+        That is not always its mask_mod: blocks it does not list are skipped, and it is not evaluated in full ones.
 
         >>> from attnspan.masks import Causal
         >>> Mask.from_block_mask(Causal().block_mask(5, block_size=2)).bands(5)
@@ -392,7 +392,7 @@ def _cached_columns(mask: Mask, q_len: int, kv_len: int, row: int) -> tuple[Colu
     if columns is not None:
         return columns, ()
     cover = mask.cover(q_len, kv_len, row)
-    return Columns.of(cover.bands), cover.asked
+    return Columns.of(cover.bands), cover.partial
 
 
 def _lengths(q_len: int, kv_len: int | None) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """The escape hatch: any FlexAttention mask_mod as a mask.
 
-A function is asked (question.py): of whole blocks where its program shows that all of their pairs are alike, pair by
-pair elsewhere; never S x S in memory, and once per length. What comes back is joined into bands where they are few,
+A function is evaluated (question.py): for whole blocks where its program shows that all of their pairs are alike, pair
+by pair elsewhere; never S x S in memory, and once per length. What comes back is joined into bands where they are few,
 as for a causal mask, a window or documents; plans, layouts and tiles then treat it like any other mask. Where they
 would be many, as for every second key, the answers are kept by block: `cover` then says which blocks are certain and
-which must be asked again, inside, by the kernel. Either way a mask that is written as a pattern is cheaper to plan for.
+which are partial: kernels evaluate the function in them again. Either way a mask that is written as a pattern is
+cheaper to plan for.
 
 [Note: a value] A mask is what its function computed when the mask was made, with the tensors and numbers that it read
 then (snapshot.py). It stays that mask; masks of one function, made before and after something changed, are two. A user

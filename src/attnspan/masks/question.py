@@ -1,18 +1,18 @@
-"""A traced mask_mod, asked of one batch row: where its pairs lie, as bands or as a cover.
+"""A traced mask_mod, evaluated over one batch row: where its pairs lie, as bands or as a cover.
 
-Every pair is accounted for, and few are asked. Blocks are decided as a whole where interval arithmetic can
-(intervals.py); the others are halved, down to boxes of some 16 x 16 pairs, and only what is undecided then is asked
-pair by pair::
+Every pair is accounted for, and few are evaluated. Blocks are decided as a whole where interval arithmetic can
+(intervals.py); the others are halved, down to boxes of some 16 x 16 pairs, and only what is undecided then is
+evaluated pair by pair::
 
     · · · · ·      █ all pairs count, · none: proved, of boxes of any size
-    █ ░ · · ·      ░ asked
+    █ ░ · · ·      ░ evaluated
     █ █ ░ · ·
 
-So the cost grows as the edges of a mask. A function of which nothing can be proved is asked everywhere, S x S, never
-all at once.
+So the cost grows as the edges of a mask. A function of which nothing can be proved is evaluated everywhere, S x S,
+never all at once.
 
 What is found becomes spans of keys, row by row, and these bands (row_spans.py). Where bands would be many, as for
-every second key, the answer is by block: blocks that are full, and blocks that a kernel must ask again.
+every second key, the answer is by block: full blocks, and partial blocks, in which kernels evaluate it again.
 Shapes: N boxes, H heads, n queries and m keys of a box.
 """
 
@@ -45,11 +45,11 @@ MIN_BOX = 16
 """Boxes are halved while their halves are at least so high and so wide."""
 
 BLOCKS_AT_ONCE, PAIRS_AT_ONCE = 1 << 12, 1 << 20
-"""Blocks that are searched together, and pairs, of all heads, that are asked together."""
+"""Blocks that are searched together, and pairs, of all heads, that are evaluated together."""
 
 Size = tuple[int, int]
 Blocks = Iterable[tuple[bool, Boxes]]
-"""(True, full boxes) and (False, blocks that are to be asked), as `searched` finds them."""
+"""(True, full boxes) and (False, undecided blocks), as `searched` finds them."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ class Question:
     device: torch.device
 
     def blocks(self) -> Blocks:
-        """The blocks that are full, and those that are to be asked; no others hold a pair."""
+        """The blocks that are full, and those that are undecided; no others hold a pair."""
         return searched(Boxes.covering(self.lengths, self.block, self.device), self.block, self.intervals.decide)
 
-    def cover(self, blocks: Blocks, most_asked: float = math.inf) -> Cover:
-        """Where the pairs of blocks lie. After so many pairs, the other blocks are left to be asked by kernels.
+    def cover(self, blocks: Blocks, max_evaluated: float = math.inf) -> Cover:
+        """Where the pairs of blocks lie. After so many pairs, the other blocks are left to kernels.
 
-        Exact where that takes no more bands than there are blocks to be asked; else by blocks.
+        Exact where that takes no more bands than there are undecided blocks; else by blocks.
         """
-        found = FoundPairs(self, most_asked, most_spans=4 * FEW + MAX_SPANS * self.lengths[0])
+        found = FoundPairs(self, max_evaluated, most_spans=4 * FEW + MAX_SPANS * self.lengths[0])
         for full, boxes in blocks:
             found.put(full, boxes)
         return found.cover()
@@ -102,19 +102,19 @@ class Question:
         for part in boxes.parts(max(1, PAIRS_AT_ONCE // (boxes.size[0] * boxes.size[1] * self.heads))):
             try:
                 with torch.no_grad():
-                    some, every = self._ask(part) if self.program.is_flat else self._ask_rows(part)
+                    some, every = self._evaluate(part) if self.program.is_flat else self._evaluate_rows(part)
             except Exception as error:
                 raise MaskError(f"{self.program.name} could not be evaluated as a mask_mod: {error}") from error
             inside = part.inside
             yield part, *((some, every) if inside is None else (some & inside, every & inside))
 
-    def _ask(self, boxes: Boxes) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, boxes: Boxes) -> tuple[Tensor, Tensor]:
         queries, keys = boxes.pairs
         allowed = self.program.over_boxes(*self._indices, queries, keys)
         return _over_heads(allowed.expand(len(boxes), -1, *boxes.size), dim=1)
 
-    def _ask_rows(self, boxes: Boxes) -> tuple[Tensor, Tensor]:
-        """Boxes of the same queries together: a program under vmap is asked of all pairs of queries and keys."""
+    def _evaluate_rows(self, boxes: Boxes) -> tuple[Tensor, Tensor]:
+        """Boxes of the same queries together: a program under vmap is evaluated for all pairs of queries and keys."""
         queries, keys = boxes.pairs
         some, every = torch.empty(2, len(boxes), *boxes.size, dtype=torch.bool, device=self.device)
         for i in boxes.i.unique().tolist():
@@ -141,22 +141,22 @@ class FoundPairs:
     `spans` and `strips` are None once heads differ or a limit is reached: only blocks are known then.
     """
 
-    def __init__(self, question: Question, most_asked: float = math.inf, most_spans: float = math.inf):
-        self.question, self.most_asked, self.most_spans = question, most_asked, most_spans
+    def __init__(self, question: Question, max_evaluated: float = math.inf, most_spans: float = math.inf):
+        self.question, self.max_evaluated, self.most_spans = question, max_evaluated, most_spans
         self.full: list[RowSpans] = []  # rows of blocks: found full as they were given
         self.filled: list[RowSpans] = []  # rows of blocks: full, as it turned out
         self.partial: list[RowSpans] = []  # rows of blocks: some of their pairs
         self.strips: list[RowSpans] | None = []  # rows of the least boxes: full ones of the last two
         self.spans: list[RowSpans] | None = []  # single rows: pairs of the last
-        self.asked = self.count = 0  # pairs that were asked, and spans of single rows
+        self.evaluated = self.count = 0  # pairs that were evaluated, and spans of single rows
 
     def put(self, full: bool, boxes: Boxes) -> None:
-        """Full boxes, or blocks to be asked."""
+        """Full boxes, or undecided blocks."""
         if full:
             self.full.append(boxes.spans(self.question.block[0]))
             return
         for part in boxes.parts(BLOCKS_AT_ONCE):
-            if self.asked <= self.most_asked:
+            if self.evaluated <= self.max_evaluated:
                 self._search(part)
             else:
                 self.partial.append(part.spans(self.question.block[0]))
@@ -211,8 +211,8 @@ class FoundPairs:
             self.strips.append(RowSpans.together(strips).merged())
 
     def _put_pairs(self, boxes: Boxes, allowed: Tensor, counts: Tensor) -> list[RowSpans]:
-        """The spans of boxes that were asked; of those that are full, for the strips."""
-        self.asked += allowed.numel() * self.question.heads
+        """The spans of boxes that were evaluated; of those that are full, for the strips."""
+        self.evaluated += allowed.numel() * self.question.heads
         if self.spans is None:
             return []
         whole = counts == boxes.area

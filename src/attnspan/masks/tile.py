@@ -42,9 +42,8 @@ class Tile(NamedTuple):
     cols: range
     lo: int
     hi: int
-    asked: bool = False
-    """Whether only some of its pairs count, and kernels must evaluate the mask's function, as in a partial block
-    of a BlockMask: see masks/cover.py."""
+    needs_mask_mod: bool = False
+    """Whether kernels must evaluate the mask's function, as in a partial block of a BlockMask (masks/cover.py)."""
 
     @property
     def kind(self) -> Kind:
@@ -67,10 +66,11 @@ class Tile(NamedTuple):
 
     def __str__(self) -> str:
         within = f" within {self.lo}..{self.hi}" if self.kind == "general" else ""
-        return f"{self.kind} {_span(self.rows)} x {_span(self.cols)}{within}{', asked' if self.asked else ''}"
+        mod = ", needs mask_mod" if self.needs_mask_mod else ""
+        return f"{self.kind} {_span(self.rows)} x {_span(self.cols)}{within}{mod}"
 
 
-def tiles_of(bands: Iterable[Band], asked: bool = False) -> Iterator[Tile]:
+def tiles_of(bands: Iterable[Band], needs_mask_mod: bool = False) -> Iterator[Tile]:
     """The tiles of disjoint bands over one pair of buffers.
 
     >>> for tile in tiles_of([tight(4, 8, 0, 8, hi=0)]):
@@ -81,7 +81,7 @@ def tiles_of(bands: Iterable[Band], asked: bool = False) -> Iterator[Tile]:
     parts = [part for band in joined(bands) for part in _parted(band)]
     full = [part for part in parts if part.is_rectangle]
     for q0, q1, k0, k1, lo, hi in (*_stacked(full), *(part for part in parts if not part.is_rectangle)):
-        yield Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, asked)
+        yield Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, needs_mask_mod)
 
 
 def _parted(band: Band) -> Iterator[Band]:

@@ -35,13 +35,13 @@ AT_ONCE = 1 << 14
 class Geometry:
     """The bands of one batch row, and the runs of queries and of keys that each rank holds.
 
-    `columns` are all of them; inside `asked` ones only some pairs count (masks/cover.py).
+    `columns` are all of them; in `partial` ones only some pairs count (masks/cover.py).
     """
 
     columns: Columns
     q_shards: Shards
     k_shards: Shards
-    asked: Bands = ()
+    partial: Bands = ()
     # What was found out about ranks, kept: a ring asks once per hop.
     _rows: dict[int, list[tuple[int, Band]]] = field(default_factory=dict, repr=False)
     _needs: dict[int, dict[int, Runs]] = field(default_factory=dict, repr=False)
@@ -57,18 +57,18 @@ class Geometry:
 
     def tiles(self, rank: int, arena: Runs) -> tuple[Tile, ...]:
         """What the queries of a rank compute over the keys in an arena."""
-        if not self.asked:
-            return self._tiles(rank, arena, self._rows_of(rank), asked=False)
-        certain, asked = (
+        if not self.partial:
+            return self._tiles(rank, arena, self._rows_of(rank), needs_mask_mod=False)
+        certain, partial = (
             Geometry(Columns.of(bands), self.q_shards, self.k_shards)
-            for bands in (sorted({*self.columns.bands()} - {*self.asked}), self.asked)
+            for bands in (sorted({*self.columns.bands()} - {*self.partial}), self.partial)
         )
         return (
-            *self._tiles(rank, arena, certain._rows_of(rank), asked=False),
-            *self._tiles(rank, arena, asked._rows_of(rank), asked=True),
+            *self._tiles(rank, arena, certain._rows_of(rank), needs_mask_mod=False),
+            *self._tiles(rank, arena, partial._rows_of(rank), needs_mask_mod=True),
         )
 
-    def _tiles(self, rank: int, arena: Runs, rows: list[tuple[int, Band]], asked: bool) -> tuple[Tile, ...]:
+    def _tiles(self, rank: int, arena: Runs, rows: list[tuple[int, Band]], needs_mask_mod: bool) -> tuple[Tile, ...]:
         queries = self.q_shards[rank]
         row_at, col_at = _offsets(queries), _offsets(arena)
         together: list[Band] = []
@@ -78,8 +78,8 @@ class Geometry:
             if piece.rows.step == piece.cols.step == 1:
                 together.append(piece.band.shift(row, col))
             else:
-                strided.append(_strided(piece, row, col)._replace(asked=asked))
-        return (*tiles_of(together, asked), *strided)
+                strided.append(_strided(piece, row, col)._replace(needs_mask_mod=needs_mask_mod))
+        return (*tiles_of(together, needs_mask_mod), *strided)
 
     def needs(self, rank: int) -> dict[int, Runs]:
         """For each rank that owns keys which this rank's queries see: those keys."""

@@ -2,8 +2,8 @@
 
 A rank that gathers keys and calls FlexAttention itself needs the part of the mask that its queries see, by blocks of
 its own rows. Bands give it in O(blocks) where the mask is ours; of a function, only blocks that its cover leaves open
-are asked, row of blocks by row of blocks, so that S x S never exists. Every n-th position (a striped layout) is asked
-too.
+are evaluated, row of blocks by row of blocks, so that S x S never exists. Every n-th position (a striped layout) is
+evaluated too.
 
 Batch rows and heads that differ have lists of their own. Lengths need be no multiple of blocks, nor blocks square.
 Shapes: I blocks of own queries, J blocks of keys.
@@ -40,7 +40,7 @@ def local_block_mask(
 ) -> BlockMask:
     """A rank's part of a plan's mask, for FlexAttention over its queries and `keys` (all of them in order, if None).
 
-    Its mask_mod is asked with rows of the shard and columns of `keys`.
+    Its mask_mod is called with rows of the shard and columns of `keys`.
 
     >>> from attnspan.layouts import HeadTail
     >>> from attnspan.masks import Causal
@@ -64,17 +64,17 @@ def local_block_mask(
     lists = BlockLists.empty(shape, device, heads)
     places = torch.stack([positions_of(runs) for runs in shards]).to(device), positions_of(keys).to(device)
     for row, queries in enumerate(shards):
-        columns, asked = plan.band_columns(row)
-        geometry = Geometry(columns, (queries,), (keys,), asked)
+        columns, partial = plan.band_columns(row)
+        geometry = Geometry(columns, (queries,), (keys,), partial)
         full, some, open_IJ = classified(geometry.tiles(0, keys), (shape[1], shape[2]), size, device)
-        each = _asked(program, row, heads, (places[0][row], places[1]), open_IJ, size)
+        each = _evaluated(program, row, heads, (places[0][row], places[1]), open_IJ, size)
         for head in range(heads):
             found_some, found_full = each[0][head], each[1][head]
             lists.put(row, torch.where(open_IJ, found_full, full), torch.where(open_IJ, found_some, some), head)
     return lists.block_mask(_local(program, *places), lengths, size)
 
 
-def _asked(
+def _evaluated(
     program: Program,
     row: int,
     heads: int,

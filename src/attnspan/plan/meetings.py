@@ -52,9 +52,9 @@ class Positions:
 
 
 def columns_of(plan: Plan, row: int) -> Columns:
-    """All bands of a batch row, those whose pairs must be asked too."""
-    columns, asked = plan.band_columns(row)
-    return Columns.of(plan.bands(row)) if asked else columns
+    """All bands of a batch row, partial ones too."""
+    columns, partial = plan.band_columns(row)
+    return Columns.of(plan.bands(row)) if partial else columns
 
 
 class Meetings(NamedTuple):

@@ -134,11 +134,11 @@ class Plan:
         return self.mask.cover(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
 
     def band_columns(self, row: int = 0) -> tuple[Columns, Bands]:
-        """`bands` as columns of numbers, and those of them for which the mask's function must be evaluated."""
+        """`bands` as columns of numbers, and those of them that are partial."""
         return self.mask.band_columns(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
 
     @property
-    def has_asked_pairs(self) -> bool:
+    def needs_mask_mod(self) -> bool:
         """Whether kernels must evaluate the mask's function for some pairs."""
         return any(self.band_columns(row)[1] for row in range(self.mask.rows))
 
@@ -296,8 +296,8 @@ def _geometry(parts: Parts, row: int) -> Geometry:
     mask, queries, seq_len, keys, key_len, degree = parts
     if degree > 1:
         queries, keys = Grouped(queries, degree), Grouped(keys, degree)
-    columns, asked = mask.band_columns(seq_len, key_len, row if mask.rows > 1 else 0)
-    return Geometry(columns, queries.shards(seq_len, row), keys.shards(key_len, row), asked)
+    columns, partial = mask.band_columns(seq_len, key_len, row if mask.rows > 1 else 0)
+    return Geometry(columns, queries.shards(seq_len, row), keys.shards(key_len, row), partial)
 
 
 @functools.lru_cache(maxsize=64)
