@@ -2,7 +2,7 @@
 not a number spreads.
 
 Real processes over gloo: in each spawn rank 1 of three comes to grief at its first tiles, forward or backward. A group
-that lost a rank is lost; one whose rank only raised could be used again, and must not be: see transports/unbroken.py.
+that lost a rank is lost; one whose rank only raised could be used again, and must not be: see transports/abort.py.
 """
 
 import os

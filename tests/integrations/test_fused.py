@@ -203,7 +203,7 @@ def fused(model):
 
 
 def kinds(model):
-    return Counter(each.kind[:2] for each in fused(model))
+    return Counter(each.formula[:2] for each in fused(model))
 
 
 KINDS = {
@@ -230,7 +230,7 @@ def test_a_model_is_served_by_them_and_says_the_same(family, formulas):
     engine = Engine(model, pages=64, page_size=16)
     formulas.clear()
     said = [request.token_ids for request in engine.generate(asked, SamplingParams(max_new_tokens=9))]
-    used, known = Counter(formulas), Counter(each.kind[0] for each in fused(model))
+    used, known = Counter(formulas), Counter(each.formula[0] for each in fused(model))
     assert said == [greedy(tiny(family), prompt, 9) for prompt in asked]
     known["norm"] -= known["layer"]  # a layer's second norm comes with a sum
     names = {"norm": "norm", "layer": "add_norm", "rotary": "rotary", "mlp": "gate"}
@@ -257,7 +257,7 @@ def test_several_engines_serve_them_in_turn_and_a_change_is_looked_at_again(form
 
 def test_a_call_that_is_differentiated_or_has_other_arguments_is_the_modules_own(formulas):
     for each in fused(copy.deepcopy(tiny("Llama"))):
-        if each.kind[0] in ("rotary", "layer"):
+        if each.formula[0] in ("rotary", "layer"):
             continue
         x = torch.randn(1, 3, 32)
         own = type(each.module).forward(each.module, x)
@@ -275,12 +275,12 @@ def test_a_call_that_is_differentiated_or_has_other_arguments_is_the_modules_own
 def test_rotary_embeddings_of_some_of_the_numbers_are_the_models_own(formulas):
     """The function is known, and each call of it is looked at."""
     model = tiny("Qwen3Next")
-    [rotary] = [each for each in fused(model) if each.kind[0] == "rotary"]
-    own, how = rotary.kind[1:]
+    [rotary] = [each for each in fused(model) if each.formula[0] == "rotary"]
+    own, variant = rotary.formula[1:]
     q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
     cos, sin = torch.randn(2, 1, 3, 8)
     with torch.no_grad():
-        found = fused_modules._rotate(own, how, q, k, cos, sin)
+        found = fused_modules._rotate(own, variant, q, k, cos, sin)
     assert formulas["rotary"]
     assert all(map(torch.equal, found, own(q, k, cos, sin)))
 
@@ -470,7 +470,7 @@ def test_other_layers_are_left_alone(layer, formulas):
 
 def test_a_layer_whose_norm_has_a_hook_or_that_is_called_in_another_way_runs_as_it_is(formulas):
     model = copy.deepcopy(tiny("Llama"))
-    layer = next(each for each in fused(model) if each.kind[0] == "layer")
+    layer = next(each for each in fused(model) if each.formula[0] == "layer")
     layer.module.self_attn.forward = lambda hidden_states, **_: (hidden_states.cos(), None)
     x = torch.randn(1, 3, 32)
     with torch.no_grad():
@@ -529,7 +529,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(wrong, formulas, monk
 
     monkeypatch.setattr(fused_modules, wrong, off)
     kind = {"fused_norm": "norm", "fused_add_norm": "layer", "fused_rotary": "rotary", "fused_gate": "mlp"}[wrong]
-    assert kind not in {each.kind[0] for each in fused(tiny("Llama"))}
+    assert kind not in {each.formula[0] for each in fused(tiny("Llama"))}
     assert len(fused(tiny("Llama"))) >= 4
 
 

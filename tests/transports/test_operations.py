@@ -16,7 +16,7 @@ from attnspan.attention import attention
 from attnspan.errors import TransportError
 from attnspan.testing import loopback
 from attnspan.transports import Counting, Delayed, transport_of
-from attnspan.transports.operations import NAMES, Ledger, Operation, under_way
+from attnspan.transports.operations import NAMES, Ledger, Operation, enter_operation
 from tests.devices import here
 from tests.processes import on_backends, spawn
 
@@ -243,10 +243,10 @@ def test_a_ledger_remembers_some_names():
 
 def test_operations_nest_and_end_with_their_block():
     def rank(world):
-        with under_way(world, "outer") as outer:
-            with pytest.raises(KeyError), under_way(world, "inner"):
+        with enter_operation(world, "outer") as outer:
+            with pytest.raises(KeyError), enter_operation(world, "inner"):
                 raise KeyError
-            with under_way(world, outer.header) as back:
+            with enter_operation(world, outer.header) as back:
                 assert back.number == outer.number
             world.all_reduce(torch.ones(1)).wait()
 
@@ -263,19 +263,19 @@ def test_a_group_in_use_by_one_thread_is_refused_to_another():
         inside, leave, refusals = threading.Event(), threading.Event(), []
 
         def first():
-            with under_way(world, "attention, causal"):
+            with enter_operation(world, "attention, causal"):
                 inside.set()
                 leave.wait()
 
         thread = threading.Thread(target=first)
         thread.start()
         inside.wait()
-        with pytest.raises(TransportError) as caught, under_way(world, "another"):
+        with pytest.raises(TransportError) as caught, enter_operation(world, "another"):
             pass
         refusals.append(str(caught.value))
         leave.set()
         thread.join()
-        with under_way(world, "another") as operation, under_way(world, "one inside it"):
+        with enter_operation(world, "another") as operation, enter_operation(world, "one inside it"):
             return refusals[0], operation.number
 
     refused, number = loopback(1).run(rank)[0]

@@ -49,8 +49,8 @@ from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
 from attnspan.kernels import BackwardInputs
 from attnspan.kernels.merge import share_of, with_sinks
-from attnspan.transports.operations import under_way
-from attnspan.transports.unbroken import unbroken
+from attnspan.transports.abort import abort_on_error
+from attnspan.transports.operations import enter_operation
 
 EXPANSION_GONE = "handle is a copy whose original is gone; keep the expansion that it belongs to"
 
@@ -86,13 +86,13 @@ def attention(
     bound = BoundPlan.of(handle).for_inputs(inputs)
     if bound.guard is not None:
         bound.guard()
-    with unbroken(bound.transport, but=(AttentionError, KernelError)):
+    with abort_on_error(bound.transport, except_for=(AttentionError, KernelError)):
         agreed = agree(bound, inputs)
     kept, timer = KeptKeys() if differentiable and agreed.keeps_keys else None, PassTimer(query.device)
     with (
-        unbroken(bound.transport),
+        abort_on_error(bound.transport),
         _without_autocast(query),
-        under_way(bound.transport, agreed.name_of(inputs)) as operation,
+        enter_operation(bound.transport, agreed.name_of(inputs)) as operation,
     ):
         with recorded(bound.transport, "forward", (bound.plan, inputs.shape)):
             out, lse = execute.forward(bound, inputs, kept)
@@ -146,7 +146,7 @@ def attention_backward(
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
     final, kept = BackwardInputs(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
     how, timer = FROM_KEPT if kept else "", PassTimer(query.device)
-    with unbroken(bound.transport), _without_autocast(query), under_way(bound.transport, number, how):
+    with abort_on_error(bound.transport), _without_autocast(query), enter_operation(bound.transport, number, how):
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(bound, final, sinks)
         with recorded(bound.transport, "backward", (bound.plan, inputs.shape)):
             dq, dk, dv, parts, of_weights = execute.backward(bound, inputs, final, wanted, kept)

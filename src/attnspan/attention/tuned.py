@@ -24,7 +24,7 @@ from attnspan.errors import AttnspanError, TransportError, TuningError
 from attnspan.kernels import KERNELS, rounds
 from attnspan.plan import Hardware, Shape
 from attnspan.transports import Transport, World, consensus
-from attnspan.transports.unbroken import unbroken
+from attnspan.transports.abort import abort_on_error
 from attnspan.tuning import Table, table_for
 
 SHARED = "a tuning table that all ranks share"
@@ -46,7 +46,7 @@ def group_tuning(transport: Transport) -> GroupTuning:
     """The tuning of a group; the first call is a collective, which measures links."""
     known = known_tuning(transport)
     if known is None:
-        with unbroken(transport, but=(TuningError,)):
+        with abort_on_error(transport, except_for=(TuningError,)):
             known = _agree(transport)
         _AGREED.setdefault(transport.group, {})[transport.device.type] = known
     return known

@@ -8,7 +8,7 @@ with no tokens left to compute (sampler.py).
 before the step, which can be retried, or as after it, if tokens were already being reported. Over ranks a step cannot
 be retried: if a rank fails or does not answer, the others do not know how far it came, and would mistake its next
 messages for missing ones. Then every request ends with that error, all pages are freed, the engine takes no more
-requests, and its group is not used again (transports/unbroken.py).
+requests, and its group is not used again (transports/abort.py).
 
 [Note: threads] One call runs at a time. Calls from other threads wait for it; over ranks they are refused. Callers that
 are garbage collected leave notes (owner.py).
@@ -522,7 +522,7 @@ class EngineCore(Owned):
             yield
             return
         try:
-            with self._consensus.under_way():
+            with self._consensus.abort_on_error():
                 yield
         except BaseException as error:
             if self._consensus.ranks > 1:

@@ -169,7 +169,7 @@ class ModelRunner:
 
         A batch `ahead` decodes tokens that its samples do not have yet (in_flight.py).
         """
-        decodes = self._graphs is not None and (ahead or _decodes(batch))
+        decodes = self._graphs is not None and (ahead or _fits_decode_graph(batch))
         pad_to = self._graphs.padded_rows(len(batch)) if self._graphs is not None and decodes else None
         rows = [(chunk.sample.seq, chunk.new) for chunk in batch]
         for plan in self.plans:
@@ -188,7 +188,7 @@ class ModelRunner:
     def run(self, batch: Sequence[Chunk]) -> Tensor:
         """Feed a prepared batch; the logits (rows, V) after every chunk that gets a token, in order: one row, or
         one more for each token of a draft."""
-        if self._graphs is not None and _decodes(batch):
+        if self._graphs is not None and _fits_decode_graph(batch):
             return self.run_decode(batch, host_tensor([chunk.sample.tokens[-1] for chunk in batch], self.device))
         tokens: list[int] = []
         wanted: list[int] = []
@@ -279,7 +279,7 @@ def _group_masks(batch: Sequence[Chunk]) -> dict[int, AfterPrefix]:
     return dict.fromkeys(layers, AfterPrefix(masks)) if layers else {}
 
 
-def _decodes(batch: Sequence[Chunk]) -> bool:
+def _fits_decode_graph(batch: Sequence[Chunk]) -> bool:
     """Whether every sample is fed one token, its last, and has no images or adapter: a batch for a graph."""
     return all(
         chunk.new == 1 and chunk.gets_token and chunk.sample.embedded is None and chunk.sample.adapter is None

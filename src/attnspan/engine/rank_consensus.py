@@ -19,7 +19,7 @@ and a number. So ranks that do different things, one adding a request while anot
 The record of a step is sent when its batch is known, and awaited when the model is about to be called: it travels while
 the step is planned. A cancellation sends nothing by itself, and is part of the next record.
 
-See transports/unbroken.py for what becomes of a group on which a rank failed in the middle.
+See transports/abort.py for what becomes of a group on which a rank failed in the middle.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from attnspan.engine.scheduler import Chunk
 from attnspan.errors import AttnspanError, EngineError, ModelError
 from attnspan.parallel.checksum import check_same
 from attnspan.transports import consensus
+from attnspan.transports.abort import abort_on_error
 from attnspan.transports.group import transport_of
-from attnspan.transports.unbroken import unbroken
 
 T = TypeVar("T")
 
@@ -68,12 +68,12 @@ class RankConsensus:
         return 1 if self.transport is None else self.transport.ranks
 
     @contextmanager
-    def under_way(self) -> Iterator[None]:
+    def abort_on_error(self) -> Iterator[None]:
         """Inside, ranks do the same, and exchange messages; what is raised here ends the group for this rank."""
         if self.transport is None:
             yield
         else:
-            with unbroken(self.transport, but=(RanksDiverged,)):
+            with abort_on_error(self.transport, except_for=(RanksDiverged,)):
                 yield
 
     # ---- records ---------------------------------------------------------------------------------------------------
@@ -84,11 +84,11 @@ class RankConsensus:
         transport = self.transport
         digest = hashlib.blake2b(content, digest_size=DIGEST).digest()
         record = bytes([ACTIVITIES.index(doing)]) + digest + number.to_bytes(NUMBER, "little")
-        with unbroken(transport):
+        with abort_on_error(transport):
             arrived = consensus.post(transport, record, "records of an engine")
 
         def receive() -> list[bytes]:
-            with unbroken(transport):
+            with abort_on_error(transport):
                 records = arrived()
             others = consensus.differing_ranks([each[:1] for each in records])
             if others:
@@ -176,7 +176,7 @@ class RankConsensus:
             if isinstance(said, AttnspanError):
                 raise said
             return [said]
-        with unbroken(self.transport):
+        with abort_on_error(self.transport):
             return consensus.all_gather_object(self.transport, said, what)
 
     def compare_options(self, options: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class RankConsensus:
         """ModelError if models differ: in weights and buffers, or in modules and adapters."""
         if self.transport is None:
             return
-        with unbroken(self.transport, but=(ModelError,)):
+        with abort_on_error(self.transport, except_for=(ModelError,)):
             known = {"weights or buffers": model.content.whole, "modules or adapters": model.description()}
             check_same(known, self.transport)
         if self._shard is not None:

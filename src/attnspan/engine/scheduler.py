@@ -226,7 +226,7 @@ class Scheduler:
         if len(batch) != len(self.running) or self._may_admit():
             return []
         going = [chunk.sample for chunk in batch if len(chunk.sample.tokens) < chunk.sample.max_length]
-        if not all([_decodes_next(chunk) for chunk in batch]) or (self.queued and len(going) < len(batch)):  # noqa: C419
+        if not all([_can_step_ahead(chunk) for chunk in batch]) or (self.queued and len(going) < len(batch)):  # noqa: C419
             return []
         found = [Chunk(sample, 1) for sample in going]
         return found if self._reserve(found) else []
@@ -425,7 +425,7 @@ class Scheduler:
         return False
 
 
-def _decodes_next(chunk: Chunk) -> bool:
+def _can_step_ahead(chunk: Chunk) -> bool:
     """Whether a sample is fed its next token alone after this chunk, and nothing but tokens."""
     sample = chunk.sample
     alone = not sample.forks and sample.lookup is None and sample.embedded is None and sample.adapter is None

@@ -9,7 +9,7 @@ this device, its order comes first. Four kinds of steps are not taken apart:
 
 * A score_mod, or a tile that needs a mask_mod, is for a kernel that runs programs, which takes all tiles. Other
   kernels refuse, all by the same rule, which is here.
-* Dropout is for a kernel that has it and takes all tiles. Other kernels refuse, by a rule that is here too.
+* Dropout is for such a kernel too, if it has dropout. Other kernels refuse, by a rule that is here too.
 * A kernel that is `optional` takes all tiles where it is installed and `Spec.preference`, which has measured it,
   expects it to take less time for them in one call than others do; never where nothing was measured.
 * A kernel with `joins_below` takes all tiles in one call where no kernel before it in order can compute any of them, or
@@ -50,11 +50,8 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in sorted(_ALL, key
 """By name, in the order in which "auto" tries them."""
 
 _PROGRAMS = tuple(kernel for kernel in KERNELS.values() if kernel.traits.programs)
-_ONLY_PROGRAMS = tuple(kernel for kernel in _PROGRAMS if kernel.traits.only_programs)
-_OTHERS = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.only_programs)
-_JOINING = tuple((kernel, _OTHERS[:index]) for index, kernel in enumerate(_OTHERS) if kernel.traits.joins_below)
-_WHOLE = (*(kernel for kernel, _ in _JOINING), *_ONLY_PROGRAMS)  # those that take all tiles
-_AT_ONCE = tuple(kernel.name for kernel in _OTHERS if kernel.traits.optional or kernel.traits.joins_below)
+_USUAL = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.only_programs)
+_ONE_CALL = {kernel.name: kernel for kernel in _USUAL if kernel.traits.optional or kernel.traits.joins_below}
 _ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds for device in kernel.traits.devices)
 
 
@@ -71,8 +68,8 @@ def choose_kernel(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles:
     if name == "auto":
         odd = _unusual(spec, tiles)
         if odd is None:
-            return _optional(spec, q, k, v, tiles) or _joining(spec, q, k, v, tiles) or AUTO
-        for kernel in _WHOLE if _with_program(spec, tiles) is None else _PROGRAMS:
+            return _optional_kernel(spec, q, k, v, tiles) or _one_call_kernel(spec, q, k, v, tiles) or AUTO
+        for kernel in _PROGRAMS:
             if refusal(kernel.name, spec, q, k, v, tiles) is None:
                 return kernel
         raise KernelError(_message("auto", "no kernel can", spec, q, k, v, odd))
@@ -162,28 +159,29 @@ def _unusual(spec: Spec, tiles: Tiles) -> Tile | None:
     return _with_program(spec, tiles) if spec.dropout is None else tiles[0]
 
 
-def _optional(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
+def _optional_kernel(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
     """The optional kernel that was measured as the fastest for all tiles in one call, if it can compute them."""
-    if spec.preference is None or not _glance(tiles).dense:
+    if spec.preference is None or not _summary(tiles).dense:
         return None
-    name = spec.preference.in_one_call(_AT_ONCE, dtype_name(q.dtype), q.shape[3], tiles)
-    kernel = KERNELS.get(name or "")
+    name = spec.preference.in_one_call(tuple(_ONE_CALL), dtype_name(q.dtype), q.shape[3], tiles)
+    kernel = _ONE_CALL.get(name or "")
     if kernel is None or not kernel.traits.optional or kernel.supports(spec, q, k, v, tiles) is not None:
         return None
     return kernel
 
 
-def _joining(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
+def _one_call_kernel(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel | None:
     """The kernel that "auto" gives all tiles at once, or None where each is for the fastest."""
     if q.dtype == torch.float32:
         return None
-    for kernel, faster in _JOINING:
-        if kernel.supports(spec, q, k, v, tiles) is None:
-            dense, area, kinds = _glance(tiles)
+    for kernel in _ONE_CALL.values():
+        if kernel.traits.joins_below and kernel.supports(spec, q, k, v, tiles) is None:
+            dense, area, kinds = _summary(tiles)
             if not dense:
                 continue
             flops = 2 * q.shape[0] * q.shape[1] * (q.shape[3] + v.shape[3]) * area
             small = len(tiles) > 1 and flops < kernel.traits.joins_below * len(tiles)
+            faster = _USUAL[: _USUAL.index(kernel)]
             if small or all(other.supports(spec, q, k, v, (tile,)) for other in faster for tile in kinds):
                 return kernel
     return None
@@ -198,14 +196,14 @@ class _TileSummary(NamedTuple):
 
 
 @lru_cache(maxsize=2048)
-def _glance(tiles: Tiles) -> _TileSummary:
+def _summary(tiles: Tiles) -> _TileSummary:
     kinds = {tile.kind: tile for tile in tiles}
     return _TileSummary(are_dense(tiles), sum(tile.area for tile in tiles), tuple(kinds.values()))
 
 
 def _by_speed(spec: Spec, q: Tensor, tile: Tile) -> Collection[PerTile]:
     """The kernels that "auto" tries for one tile, the first first."""
-    usual = _running(q.device.type, q.dtype == torch.float32)
+    usual = _tile_kernels(q.device.type, q.dtype == torch.float32)
     if spec.preference is None:
         return usual.values()
     measured = spec.preference.order(dtype_name(q.dtype), q.shape[3], tile)
@@ -213,9 +211,9 @@ def _by_speed(spec: Spec, q: Tensor, tile: Tile) -> Collection[PerTile]:
 
 
 @cache
-def _running(device: str, float32: bool) -> dict[str, PerTile]:
+def _tile_kernels(device: str, float32: bool) -> dict[str, PerTile]:
     """The kernels of single tiles that run on a device, in order."""
-    there = [each for each in _OTHERS if isinstance(each, PerTile) and device in (each.traits.devices or (device,))]
+    there = [each for each in _USUAL if isinstance(each, PerTile) and device in (each.traits.devices or (device,))]
     if float32:
         there.sort(key=lambda each: each.traits.order_float32 or each.traits.order)
     return {each.name: each for each in there}
@@ -223,7 +221,7 @@ def _running(device: str, float32: bool) -> dict[str, PerTile]:
 
 def _message(name: str, reason: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str:
     refused = refusals(spec, q, k, v, (tile,))
-    usual: Iterable[Kernel] = _WHOLE if _unusual(spec, (tile,)) else _by_speed(spec, q, tile)
+    usual: Iterable[Kernel] = _PROGRAMS if _unusual(spec, (tile,)) else _by_speed(spec, q, tile)
     able = [other.name for other in usual if other.name not in refused]
     hint = f"for this tile use {' or '.join(able)}, or auto" if able else "; ".join(refused.values())
     return f"kernel={name!r} cannot compute {tile}: {reason}; {hint}"

@@ -30,7 +30,7 @@ from attnspan.masks import Mask
 from attnspan.paged import slot_writes
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import PageAllocator
-from attnspan.paged.kernels import choose_kernel
+from attnspan.paged.kernels import choose_paged_kernel
 from attnspan.paged.kv_cache import AttendOptions, PagedKVCache, check_without_gradients
 from attnspan.paged.metadata import PagedMetadata, Pages, tensors
 from attnspan.paged.page_tensors import PageTensors
@@ -184,7 +184,7 @@ class PagePool(PageTensors, PagedKVCache):
 
         def read(metadata: PagedMetadata, query: Tensor) -> tuple[Tensor, Tensor]:
             of = asked, metadata, query, self.keys[index], self.values[index]
-            return choose_kernel(options.kernel, *of).forward(*of)
+            return choose_paged_kernel(options.kernel, *of).forward(*of)
 
         return self._cascade(read, plan, query) if plan.shared else read(metadata, query)
 

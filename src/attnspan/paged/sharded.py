@@ -37,7 +37,7 @@ from attnspan.paged.pool import Layer, PagePool
 from attnspan.paged.step_plan import StepPlan
 from attnspan.transports.consensus import all_gather_object, differing_ranks, digest
 from attnspan.transports.group import Group, transport_of
-from attnspan.transports.operations import under_way
+from attnspan.transports.operations import enter_operation
 from attnspan.transports.transport import Transport
 
 
@@ -135,7 +135,7 @@ class ShardedPages(PagedKVCache):
         sends = [packed.index_select(0, some) for some in route.sends]
         receives = [packed.new_empty(len(some), *packed.shape[1:]) for some in route.receives]
         peers = range(self.transport.ranks)
-        with under_way(self.transport, f"keys of layer {layer} for pages"):
+        with enter_operation(self.transport, f"keys of layer {layer} for pages"):
             self.transport.exchange(
                 list(zip(peers, sends, strict=True)), list(zip(peers, receives, strict=True)), "keys and values"
             ).wait()

@@ -56,7 +56,7 @@ class SessionHandler(Handler):
         self.guards = guards_of(self.core) if guards is None else guards
         if name is not None:
             attend = attentions.named[name]
-            self.by_entry, self.checks = guarded(attend, self.guards), SdpaChecks(self.core, attend.plan)
+            self.by_entry, self.sdpa_checks = guarded(attend, self.guards), SdpaChecks(self.core, attend.plan)
             self._scaled: dict[float, Attention] = {}
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
@@ -69,23 +69,26 @@ class SessionHandler(Handler):
         if self.name is None:
             names = " or ".join(f"mask={name!r}" for name in self.core.masks)
             raise AttentionError(f"F.scaled_dot_product_attention has no mask inside this cp.flex(); give it {names}")
-        if entry == "eager":
-            return self._run(self._checked(args), args)
-        self.check(args)
-        if not self.checks.has_usual_scale(args):
+        attend = self._eager_attention(args) if entry == "eager" else self._compiled_attention(entry, args)
+        return self._run(attend, args)
+
+    def _compiled_attention(self, entry: Entry, args: SdpaArgs) -> Attention:
+        """The attention for a call in compiled code, whose arguments are checked."""
+        self.check_sdpa(args)
+        if not self.sdpa_checks.has_usual_scale(args):
             raise AttentionError(
                 f"scale must be the session's under torch.compile, got {args.scale}; make it with "
                 "ContextParallel(..., scale=...)"
             )
-        return self._run(self.by_entry[entry], args)
+        return self.by_entry[entry]
 
-    def _checked(self, args: SdpaArgs) -> Attention:
-        """The attention for a call in eager code, after all checks."""
+    def _eager_attention(self, args: SdpaArgs) -> Attention:
+        """The attention for a call in eager code, whose tensors and arguments are checked."""
         for tensor in args[:3]:
             self.core.sharding.check_mark(tensor)
-        attend = self.by_entry["eager"] if self.checks.has_usual_scale(args) else self._with_scale(args)
+        attend = self.by_entry["eager"] if self.sdpa_checks.has_usual_scale(args) else self._with_scale(args)
         try:
-            self.check(args)
+            self.check_sdpa(args)
         except AttentionError as wrong:
             self.refuse(attend, args, wrong)
         self.guards["eager"]()
@@ -104,9 +107,9 @@ class SessionHandler(Handler):
         out, _ = attend.run(Inputs(as_4d(query), as_4d(key), as_4d(value), dropout_p=args.dropout_p))
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
-    def check(self, args: SdpaArgs) -> None:
+    def check_sdpa(self, args: SdpaArgs) -> None:
         """Refuse arguments that the session's attention does not have. torch_compat overrides it."""
-        self.checks.check(args)
+        self.sdpa_checks.check_args(args)
 
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise an error. See [Note: refused together]."""

@@ -38,7 +38,7 @@ from attnspan.errors import ShardError, TransportError
 from attnspan.masks.versions import version_of
 from attnspan.transports import Transport
 from attnspan.transports.consensus import all_gather_object, differing_ranks, digest
-from attnspan.transports.operations import under_way
+from attnspan.transports.operations import enter_operation
 
 BUCKET = 1 << 25
 """How many bytes of gradients are averaged at once."""
@@ -145,7 +145,7 @@ def _exchanged(kind: str, share: Callable[[], LocalSum], transport: Transport) -
     rows = row.new_empty(transport.ranks, len(row))
     said = [wrong is not None, KINDS.index(kind), own is not None and own.divisor is not None]
     try:
-        with under_way(transport, "a sum or a mean over ranks"):
+        with enter_operation(transport, "a sum or a mean over ranks"):
             transport.gather(row, list(rows), kind).wait()  # on a device, in the order of its stream
             told = _told(said, transport.hosts)
         _check_said(told, wrong, transport)
@@ -310,7 +310,7 @@ def _average(grads: Sequence[Tensor], transport: Transport) -> None:
     flat = torch.cat([grad.reshape(-1) for grad in grads])
     parts = flat.tensor_split(transport.ranks)
     own = torch.empty_like(parts[transport.rank], dtype=torch.promote_types(flat.dtype, torch.float32))
-    with under_way(transport, f"the average of {len(flat)} gradients"):
+    with enter_operation(transport, f"the average of {len(flat)} gradients"):
         transport.reduce_scatter(parts, own, "gradients of parameters").wait()
         transport.gather((own / transport.ranks).to(flat.dtype), parts, "gradients of parameters").wait()
     for grad, average in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):

@@ -21,9 +21,9 @@ from attnspan.layouts import Layout
 from attnspan.layouts.placement import Placement
 from attnspan.recurrence import Stretches
 from attnspan.transports import Pending, Transport
+from attnspan.transports.abort import abort_on_error
 from attnspan.transports.consensus import digest
-from attnspan.transports.operations import under_way
-from attnspan.transports.unbroken import unbroken
+from attnspan.transports.operations import enter_operation
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _digest(documents: Tensor) -> str:
 @torch._disable_dynamo  # compiled autograd traces backward passes, and cannot follow transports
 def _moved(transport: Transport, name: str | int, move: Callable[[], Pending]) -> int:
     """Carry out a move as an operation; its header, by which the way back is known."""
-    with unbroken(transport), under_way(transport, name) as operation:
+    with abort_on_error(transport), enter_operation(transport, name) as operation:
         move().wait()
     return operation.header
 

@@ -24,7 +24,7 @@ class SdpaChecks:
         self.sees_later = any(band.hi > 0 for band in bands)
         self.sees_earlier = any(band.lo < 0 for band in bands)
 
-    def check(self, args: SdpaArgs) -> None:
+    def check_args(self, args: SdpaArgs) -> None:
         query, key = args[:2]
         if min(query.dim(), key.dim()) > 1 and key.shape[-2] != query.shape[-2] == self.tokens:
             raise AttentionError(

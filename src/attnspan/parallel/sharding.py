@@ -38,7 +38,7 @@ from attnspan.parallel.marks import Mark, mark_of, marked
 from attnspan.parallel.moves import GatheredTokens, MovedTokens, Moves
 from attnspan.transports import Transport
 from attnspan.transports.consensus import all_gather_object, digest, ranks_by_value
-from attnspan.transports.operations import under_way
+from attnspan.transports.operations import enter_operation
 
 
 class Sharding:
@@ -150,7 +150,7 @@ class Sharding:
             full = _plain(tensor.detach())
             for rank in range(self.transport.ranks):
                 sends.append((rank, at.take(full, self._on(rank).to(full.device)).movedim(at.seq, 0)))
-        with under_way(self.transport, f"shard_from of {meta} in layout {self._digest}"):
+        with enter_operation(self.transport, f"shard_from of {meta} in layout {self._digest}"):
             self.transport.exchange(sends, [(source, own)], "a batch").wait()
         return marked(_as(dtype, own.movedim(0, at.seq).contiguous()), self.mark)
 

@@ -36,8 +36,8 @@ from attnspan.recurrence.backward import backward_once
 from attnspan.recurrence.maps import AffineMaps, Maps, Passed, T, split
 from attnspan.recurrence.plan import Chunks, Route
 from attnspan.transports import Transport
-from attnspan.transports.operations import under_way
-from attnspan.transports.unbroken import unbroken
+from attnspan.transports.abort import abort_on_error
+from attnspan.transports.operations import enter_operation
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _exchange_maps(scan: Scan, route: Route, a: Tensor, b: Tensor, name: str | i
     shapes = [((matrices, *a.shape[1:]), (states, *b.shape[1:])) for matrices, states in counts]
     split = [[torch.Size(shape).numel() for shape in each] for each in shapes]
     arriving = [(peer, b.new_empty(sum(sizes))) for peer, sizes in enumerate(split)]
-    with unbroken(transport), under_way(transport, name) as operation:
+    with abort_on_error(transport), enter_operation(transport, name) as operation:
         transport.exchange(leaving, arriving, "maps of runs").wait()
     came = [buffer.split(sizes) for (_, buffer), sizes in zip(arriving, split, strict=True)]
     all_a = torch.cat([a, *(part.view(shape) for (part, _), (shape, _) in zip(came, shapes, strict=True))])

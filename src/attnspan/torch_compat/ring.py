@@ -35,8 +35,8 @@ from attnspan.layouts import Contiguous, HeadTail
 from attnspan.torch_compat.errors import AttentionNotImplemented
 from attnspan.torch_compat.ranks import MeshRanks, ranks_of
 from attnspan.transports import Transport
+from attnspan.transports.abort import abort_on_error
 from attnspan.transports.group import Group
-from attnspan.transports.unbroken import unbroken
 
 SEQ_DIM = 2
 
@@ -54,7 +54,7 @@ def _templated_ring_attention(
     """Attention of this rank's queries over the keys of all ranks, by an op for one pair of shards: (out, lse, ...)."""
     ring = TemplatedRing(group, seq_dim, (query, key, value), is_causal, kwargs)
     merged = Accumulator((*query.shape[:3], value.shape[3]), lse_dtype(query.dtype), query.device)
-    with unbroken(ring.transport):
+    with abort_on_error(ring.transport):
         for source, kv in ring.shards(_packed(key, value)):
             piece = ring.piece(source)
             if piece is None:
@@ -89,7 +89,7 @@ def _templated_ring_attention_backward(
     ring = TemplatedRing(group, seq_dim, (query, key, value), is_causal, kwargs)
     grads = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) for x in (query, key, value)]
     rest: list[Any] = []
-    with unbroken(ring.transport):
+    with abort_on_error(ring.transport):
         for source, kv in ring.shards(_packed(key, value)):
             piece = ring.piece(source)
             if piece is not None:

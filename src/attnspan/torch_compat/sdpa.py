@@ -64,7 +64,7 @@ class CausalOrFull(Handler):
 class CompatHandler(SessionHandler):
     """A session's attention, with torch's kinds of errors."""
 
-    def check(self, args: SdpaArgs) -> None:
+    def check_sdpa(self, args: SdpaArgs) -> None:
         if args.attn_mask is not None:
             raise AttentionNotImplemented(
                 "attn_mask must be None: torch's names take causal and full attention alone; ContextParallel takes "
@@ -76,7 +76,7 @@ class CompatHandler(SessionHandler):
                 f"is_causal must be False where queries and keys are of different lengths, got {query.shape[-2]} and "
                 f"{key.shape[-2]} tokens here; other keys than the queries' are ContextParallel.cross"
             )
-        super().check(args)
+        super().check_sdpa(args)
 
     def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise what is wrong, of its kind."""

@@ -5,7 +5,7 @@ would take one for the other wherever sizes happen to agree: the keys of one ses
 one rank ran backward in another order, one layer's gradients for another's. So everything that ranks do together is an
 operation with a number and a name, and a message that belongs to an operation says so::
 
-    with under_way(transport, "attention, causal, forward") as operation:
+    with enter_operation(transport, "attention, causal, forward") as operation:
         transport.exchange(...)  # belongs to it
 
 A number counts the operations of a group, alike on every rank. A backward pass has the number of its forward pass: it
@@ -100,7 +100,7 @@ class Ledger:
 
 
 @contextmanager
-def under_way(transport: Transport, name: str | int, how: str = "") -> Iterator[Operation]:
+def enter_operation(transport: Transport, name: str | int, how: str = "") -> Iterator[Operation]:
     """Inside, every message belongs to one operation.
 
     Its name is the same on every rank, and of no other operation that could be taken for it. A backward pass is known

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from attnspan.transports.consensus import all_gather_object
-from attnspan.transports.operations import under_way
+from attnspan.transports.operations import enter_operation
 from attnspan.transports.transport import Transport
 
 REPEATS = 5
@@ -54,7 +54,7 @@ class Speed(NamedTuple):
 def speed(transport: Transport, targets: Sequence[int], sources: Sequence[int], enough: float = ENOUGH) -> Speed:
     """The link to some peers and from as many others, as many on every rank; a collective."""
     one, every = LinkProbe(transport, targets[:1], sources[:1]), LinkProbe(transport, targets, sources)
-    with under_way(transport, "a measurement of the link"):
+    with enter_operation(transport, "a measurement of the link"):
         latency, bandwidth = one.speed(enough)
         return Speed(latency, bandwidth, every.speed(enough)[1] if len(targets) > 1 else bandwidth)
 

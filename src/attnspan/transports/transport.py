@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from attnspan.errors import TransportError
-from attnspan.transports.operations import Operation, ledger_of, under_way
+from attnspan.transports.operations import Operation, enter_operation, ledger_of
 
 Messages = Sequence[tuple[int, Tensor]]  # (the other rank, the tensor)
 
@@ -119,7 +119,7 @@ class Transport(ABC):
     def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         """Every rank's ``payload``, by rank. Returns when all have called: with ``b""`` it is a barrier."""
         sizes = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in range(self.ranks)]
-        with under_way(self, "an agreement"):  # on whatever: who compares the payloads knows better what differs
+        with enter_operation(self, "an agreement"):  # on whatever: who compares the payloads knows better what differs
             self.gather(torch.full_like(sizes[0], len(payload)), sizes, what).wait()
             texts = [torch.empty(int(size), dtype=torch.uint8, device=self.device) for size in sizes]
             own = torch.tensor(list(payload), dtype=torch.uint8, device=self.device)
@@ -129,7 +129,7 @@ class Transport(ABC):
     def _operation(self, what: str) -> AbstractContextManager[Operation]:
         """The operation that is under way, or one of its own for a collective outside of any."""
         current = ledger_of(self).current
-        return under_way(self, f"a sum of {what}") if current is None else nullcontext(current)
+        return enter_operation(self, f"a sum of {what}") if current is None else nullcontext(current)
 
     def abort(self) -> None:
         """Give the group up: what still waits for other ranks on a device ends, and nothing is sent any more."""

@@ -74,12 +74,12 @@ Method = Callable[..., object]
 class FusedModule(NamedTuple):
     """A module, the formula that it was recognised as, and its forward while its model is served.
 
-    `kind` is the formula and its settings, such as ("norm", "rounded", "eps"). Modules of the same kinds as before need
-    no new forward when a model is looked at again.
+    `formula` names it with its variant and settings, such as ("norm", "rounded", "eps"). Modules of the same formulas
+    as before need no new forward when a model is looked at again.
     """
 
     module: nn.Module
-    kind: tuple[object, ...]
+    formula: tuple[object, ...]
     forward: Method
 
 
@@ -95,19 +95,19 @@ def fused_modules(model: nn.Module, attention: Iterable[nn.Module]) -> list[Fuse
     attends, left_out = set(attention), _compiled_parts(model)
     found, layers = list[FusedModule](), list[nn.Module]()
     with torch.no_grad():
-        norm_kind, rotary_kind = cache(partial(_norm_kind, draw)), cache(partial(_rotary_kind, draw))
+        norm_variant, rotary_variant = cache(partial(_norm_variant, draw)), cache(partial(_rotary_variant, draw))
         for module in dict.fromkeys(model.modules()):
             if module in left_out or type(module) is not class_of(module) or _own_forward(module):
                 continue
             if module in attends:
-                found += _with_rotary(module, rotary_kind)
+                found += _with_rotary(module, rotary_variant)
             elif _is_norm_like(module):
-                found += _norm(module, norm_kind)
+                found += _norm(module, norm_variant)
             elif _is_mlp_like(module):
                 found += _mlp(module, draw)
             elif module._modules.keys() == set(LAYER):
                 layers.append(module)
-        norms = {each.module: each.kind for each in found if each.kind[0] == "norm"}
+        norms = {each.module: each.formula for each in found if each.formula[0] == "norm"}
         for layer in layers:
             found += _layer(layer, norms, draw)
     return found
@@ -171,18 +171,18 @@ def _epsilon(module: nn.Module) -> str | None:
     return next((name for name in EPSILONS if isinstance(vars(module).get(name), float)), None)
 
 
-def _norm(module: nn.Module, kind_of: Callable[[type, int, float, str], str | None]) -> Iterator[FusedModule]:
+def _norm(module: nn.Module, variant_of: Callable[[type, int, float, str], str | None]) -> Iterator[FusedModule]:
     name, weight = _epsilon(module), module._parameters["weight"]
     assert name is not None, "it is like a norm"
     assert weight is not None, "it is like a norm"
     if not _mentions_only(module, IN_NORMS, "_norm") or weight.dtype not in DTYPES:
         return
-    how = kind_of(type(module), len(weight), vars(module)[name], name)
-    if how is not None:
-        yield FusedModule(module, ("norm", how, name), partial(_norm_forward, module, how, name))
+    variant = variant_of(type(module), len(weight), vars(module)[name], name)
+    if variant is not None:
+        yield FusedModule(module, ("norm", variant, name), partial(_norm_forward, module, variant, name))
 
 
-def _norm_kind(draw: _Draw, cls: type[nn.Module], n: int, eps: float, name: str) -> str | None:
+def _norm_variant(draw: _Draw, cls: type[nn.Module], n: int, eps: float, name: str) -> str | None:
     """Which of `NORMS` a class computes, found on random weights; None if it is no such norm."""
     x, weight = draw.tokens(n), draw(n)
     twin = cls.__new__(cls)
@@ -193,17 +193,17 @@ def _norm_kind(draw: _Draw, cls: type[nn.Module], n: int, eps: float, name: str)
         expected = cls.forward(twin, x)
     except AttributeError:  # it has settings that are not known here
         return None
-    for how in NORMS:
-        if torch.equal(expected, normed(x, weight, eps, how)):
-            found = fused_norm(x, weight, eps, how)
-            return how if found is not None and agree(found, expected) else None
+    for variant in NORMS:
+        if torch.equal(expected, normed(x, weight, eps, variant)):
+            found = fused_norm(x, weight, eps, variant)
+            return variant if found is not None and agree(found, expected) else None
     return None
 
 
-def _norm_forward(module: nn.Module, how: str, name: str, *args: Tensor, **kwargs: Tensor) -> object:
+def _norm_forward(module: nn.Module, variant: str, name: str, *args: Tensor, **kwargs: Tensor) -> object:
     if len(args) == 1 and not kwargs and not torch.is_grad_enabled():
         weight = module._parameters["weight"]
-        found = None if weight is None else fused_norm(args[0], weight, vars(module)[name], how)
+        found = None if weight is None else fused_norm(args[0], weight, vars(module)[name], variant)
         if found is not None:
             return found
     return type(module).forward(module, *args, **kwargs)
@@ -284,28 +284,30 @@ class _Part(nn.Module):
 def _layer(layer: nn.Module, norms: Mapping[nn.Module, tuple[object, ...]], draw: _Draw) -> Iterator[FusedModule]:
     """A layer whose second norm was recognised, if its forward is the formula of `LAYER` and passes its other arguments
     to attention alone."""
-    forward, kind = type(layer).forward, norms.get(layer._modules[SECOND] or layer)
-    if kind is None or not isinstance(forward, FunctionType) or not set(LAYER).issuperset(names_in(forward.__code__)):
+    forward, formula = type(layer).forward, norms.get(layer._modules[SECOND] or layer)
+    if formula is None or not isinstance(forward, FunctionType):
+        return
+    if not set(LAYER).issuperset(names_in(forward.__code__)):
         return
     named = list(inspect.signature(forward).parameters.values())[2:]
     defaults = {each.name: each.default for each in named if each.kind is not each.VAR_KEYWORD}
     if any(default is inspect.Parameter.empty for default in defaults.values()):
         return
-    (_, how, name), norm = map(str, kind), layer._modules[SECOND]
-    assert norm is not None, "its kind is known"
+    (_, variant, name), norm = map(str, formula), layer._modules[SECOND]
+    assert norm is not None, "its formula is known"
     n = len(next(norm.parameters()))
     x, weight, eps = draw.tokens(n), draw(n), 1e-5
     twin, marks = type(layer).__new__(type(layer)), {each: object() for each in [*defaults, "other"][: len(named)]}
     nn.Module.__init__(twin)
     parts = {
         FIRST: _Part(torch.sin), ATTENTION: _Part(lambda y: (torch.cos(y), None)),
-        SECOND: _Part(lambda y: normed(y, weight, eps, how)), MLP: _Part(torch.tanh),
+        SECOND: _Part(lambda y: normed(y, weight, eps, variant)), MLP: _Part(torch.tanh),
     }  # fmt: skip
     for place, part in parts.items():
         setattr(twin, place, part)
     attended = torch.cos(torch.sin(x))
-    total, found = x + attended, fused_add_norm(x, attended, weight, eps, how)
-    second = normed(total, weight, eps, how)
+    total, found = x + attended, fused_add_norm(x, attended, weight, eps, variant)
+    second = normed(total, weight, eps, variant)
     try:
         given = forward(twin, x, **marks)
     except (TypeError, ValueError):  # its parts return something else
@@ -313,11 +315,11 @@ def _layer(layer: nn.Module, norms: Mapping[nn.Module, tuple[object, ...]], draw
     same = isinstance(given, Tensor) and torch.equal(given, total + torch.tanh(second))
     handed = parts[ATTENTION].given == marks and not any(parts[place].given for place in (FIRST, SECOND, MLP))
     if same and handed and found is not None and torch.equal(found[0], total) and agree(found[1], second):
-        yield FusedModule(layer, ("layer", how, name), partial(_layer_forward, layer, how, name, defaults))
+        yield FusedModule(layer, ("layer", variant, name), partial(_layer_forward, layer, variant, name, defaults))
 
 
 def _layer_forward(
-    layer: nn.Module, how: str, name: str, defaults: Mapping[str, object], *args: Tensor, **kwargs: object
+    layer: nn.Module, variant: str, name: str, defaults: Mapping[str, object], *args: Tensor, **kwargs: object
 ) -> object:
     parts: dict[str, Any] = layer._modules
     norm = parts[SECOND]
@@ -325,7 +327,7 @@ def _layer_forward(
         return type(layer).forward(layer, *args, **kwargs)
     [x] = args
     attended, _ = parts[ATTENTION](hidden_states=parts[FIRST](x), **{**defaults, **kwargs})
-    found = fused_add_norm(x, attended, norm.weight, vars(norm)[name], how)
+    found = fused_add_norm(x, attended, norm.weight, vars(norm)[name], variant)
     total, second = found or (x + attended, None)
     return total + parts[MLP](norm(total) if second is None else second)
 
@@ -343,16 +345,16 @@ def _rotary_of(module: nn.Module) -> FunctionType | None:
     return found if isinstance(found, FunctionType) else None
 
 
-def _with_rotary(module: nn.Module, kind_of: Callable[[FunctionType], str | None]) -> Iterator[FusedModule]:
+def _with_rotary(module: nn.Module, variant_of: Callable[[FunctionType], str | None]) -> Iterator[FusedModule]:
     own, forward = _rotary_of(module), type(module).forward
-    how = None if own is None else kind_of(own)
-    if own is not None and how is not None:
+    variant = None if own is None else variant_of(own)
+    if own is not None and variant is not None:
         assert isinstance(forward, FunctionType), "it was looked at"
-        ours = rebound(forward, {ROTARY: partial(_rotate, own, how)})
-        yield FusedModule(module, ("rotary", own, how), partial(ours, module))
+        ours = rebound(forward, {ROTARY: partial(_rotate, own, variant)})
+        yield FusedModule(module, ("rotary", own, variant), partial(ours, module))
 
 
-def _rotary_kind(draw: _Draw, own: FunctionType) -> str | None:
+def _rotary_variant(draw: _Draw, own: FunctionType) -> str | None:
     """Which of `ROTARIES` a function computes; None if it is no rotary embedding by halves."""
     (q, k), (cos, sin) = (draw(1, heads, 3, 16) for heads in (4, 2)), (draw(1, 3, 16) for _ in range(2))
     try:
@@ -361,13 +363,13 @@ def _rotary_kind(draw: _Draw, own: FunctionType) -> str | None:
         return None
     if not isinstance(expected, tuple) or len(expected) != 2:
         return None
-    for how in ROTARIES:
-        if all(map(torch.equal, expected, (rotated(q, cos, sin, how), rotated(k, cos, sin, how)))):
-            found = fused_rotary(q, k, cos, sin, how)
-            return how if found is not None and all(map(agree, found, expected)) else None
+    for variant in ROTARIES:
+        if all(map(torch.equal, expected, (rotated(q, cos, sin, variant), rotated(k, cos, sin, variant)))):
+            found = fused_rotary(q, k, cos, sin, variant)
+            return variant if found is not None and all(map(agree, found, expected)) else None
     return None
 
 
-def _rotate(own: FunctionType, how: str, *args: Tensor, **kwargs: Tensor) -> object:
-    found = None if kwargs or len(args) != 4 or torch.is_grad_enabled() else fused_rotary(*args, how)
+def _rotate(own: FunctionType, variant: str, *args: Tensor, **kwargs: Tensor) -> object:
+    found = None if kwargs or len(args) != 4 or torch.is_grad_enabled() else fused_rotary(*args, variant)
     return own(*args, **kwargs) if found is None else found

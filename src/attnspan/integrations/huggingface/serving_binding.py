@@ -139,7 +139,7 @@ class ServingBinding:
     def update_layers(self, layers: ServedLayers) -> None:
         """The mixers, LoRA layers and fused modules of the model, as they are now."""
         modules = [*(mixer.module for mixer in layers.mixers), *layers.lora]
-        replaced = [*((module, ()) for module in modules), *((each.module, each.kind) for each in layers.fused)]
+        replaced = [*((module, ()) for module in modules), *((each.module, each.formula) for each in layers.fused)]
         if replaced != self.replaced:
             self.check_idle()
             self.replacements = [

@@ -14,7 +14,7 @@ count of items and without (losses.py). In evaluation `compute_metrics` gets all
 processes, since DDP will average and each has a batch of its own. The ranks of a session have one; so the count that
 the model gets is larger by their number. Where tokens are not counted over processes (`average_tokens_across_devices`),
 Trainer divides the count by the ranks of a batch all the same, and rounds down: that is refused. Before 5.22 it did not
-divide by them, and losses came out too small by that factor: `COUNTS` tells.
+divide by them, and losses came out too small by that factor: `TRAINER_DIVIDES_TOKENS` tells.
 
 [Note: neighbours] Both take consecutive ranks for the ranks of one batch: on a mesh of (dp, cp), cp is the last axis.
 """
@@ -130,7 +130,7 @@ def _divides() -> bool:
     return bool(count == 2)
 
 
-COUNTS = Assumption(
+TRAINER_DIVIDES_TOKENS = Assumption(
     "Trainer divides its count of tokens by the ranks of a batch",
     "integrations/huggingface/training.py",
     "`Trainer._get_num_items_in_batch` and `get_cp_size`",
@@ -184,7 +184,7 @@ class SpanTrainerMixin(_Trainer):
             raise ModelError("neftune_noise_alpha: noise would be drawn for each rank's tokens, and is not served")
         if num_items_in_batch is None:
             return super().compute_loss(model, inputs, return_outputs, **more)
-        COUNTS.verify()
+        TRAINER_DIVIDES_TOKENS.verify()
         if self.span.ranks > 1 and not self.args.average_tokens_across_devices:
             raise ModelError("average_tokens_across_devices must be True: Trainer's count of tokens would be rounded")
         over = self.span.transport if self.span.over is None else transport_of(self.span.over)

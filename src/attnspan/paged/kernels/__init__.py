@@ -21,7 +21,7 @@ from attnspan.paged.kernels import decode, flex, gather, reference
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.scoring import Scoring
 
-__all__ = ["KERNELS", "PagedKernel", "choose_kernel"]
+__all__ = ["KERNELS", "PagedKernel", "choose_paged_kernel"]
 
 
 class PagedKernel(Protocol):
@@ -42,7 +42,7 @@ KERNELS: dict[str, PagedKernel] = {kernel.name: kernel for kernel in (decode, ga
 """In the order in which "auto" asks them."""
 
 
-def choose_kernel(
+def choose_paged_kernel(
     name: str, spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages
 ) -> PagedKernel:
     """The kernel of that name, or for "auto" the first that can; raises KernelError if it cannot."""
