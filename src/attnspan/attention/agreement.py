@@ -97,13 +97,8 @@ def _signature(bound: BoundPlan, inputs: Inputs) -> tuple[object, ...]:
     tensors, expander = (*inputs[:4], *inputs.captured), inputs.expander
     shapes = (None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
     return_lse = inputs.return_lse and bound.plan.degree > 1  # where its gradient travels
-    return (
-        *shapes,
-        expander and expander.makes,
-        return_lse,
-        inputs.dropout_p,
-        torch.are_deterministic_algorithms_enabled(),
-    )  # which some kernels then refuse
+    deterministic = torch.are_deterministic_algorithms_enabled()  # which some kernels refuse
+    return *shapes, expander and expander.makes, return_lse, inputs.dropout_p, deterministic
 
 
 def refusal(bound: BoundPlan, inputs: Inputs) -> AttentionError | KernelError | None:
@@ -287,17 +282,14 @@ def _raise_if_odd(said: Sequence[dict[str, str] | AttnspanError]) -> None:
     wrong = consensus.refusal(said, mixed=AttentionError)
     if wrong is not None:
         raise wrong
-    usual, *others = consensus.ranks_by_value(said)
+    groups: list[tuple[Any, list[int]]] = list(consensus.ranks_by_value(said))
+    usual, *others = groups
     if others:
+        seeds = {words["dropout_seed"] for words, _ in groups}
         raise AttentionError(
             "all ranks must run the same plan, kernel, scale, programs and shapes; "
-            + "; ".join(_odd(group, usual) for group in others)
-            + ("" if _are_alike("dropout_seed", usual, *others) else f"; {SEEDS}")
+            + "; ".join([*(_odd(group, usual) for group in others), *([SEEDS] if len(seeds) > 1 else [])])
         )
-
-
-def _are_alike(name: str, *groups: tuple[Any, list[int]]) -> bool:
-    return len({words[name] for words, _ in groups}) == 1
 
 
 def _odd(group: tuple[Any, list[int]], usual: tuple[Any, list[int]]) -> str:

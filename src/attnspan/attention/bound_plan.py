@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnspan.attention.handles import handle_of, object_of
+from attnspan.attention.handles import object_of
 from attnspan.attention.inputs import Inputs
 from attnspan.attention.score import Score
 from attnspan.attention.tuned import GroupTuning, group_tuning, hardware_for, known_tuning
@@ -66,13 +66,9 @@ class BoundPlan:
         if self.transport.ranks != self.plan.ranks:
             raise AttentionError(f"group must have the plan's {self.plan.ranks} ranks, got {self.transport.ranks}")
 
-    def handle(self) -> Tensor:
-        """A tensor that stands for this object, and keeps it alive. See [Note: handles] in handles.py."""
-        return handle_of(self)
-
     @staticmethod
     def of(handle: Tensor) -> BoundPlan:
-        """The bound plan that a handle stands for."""
+        """The bound plan that a handle stands for. See [Note: handles] in handles.py."""
         bound = object_of(handle, "handle is a copy whose original is gone; keep the Attention that it belongs to")
         assert isinstance(bound, BoundPlan), "the handle of an Attention"
         return bound
@@ -86,11 +82,8 @@ class BoundPlan:
         """
         if not self.auto:
             return self
-        known = group_tuning(self.transport)
-        shape = inputs.shape
-        if shape is None:
-            return self
-        return self._suiting(shape, known)
+        known, shape = group_tuning(self.transport), inputs.shape
+        return self if shape is None else self._suiting(shape, known)
 
     def _suiting(self, shape: Shape, known: GroupTuning) -> BoundPlan:
         if shape not in self._suited:

@@ -120,7 +120,7 @@ class Attention(AttentionCallable):
         score = score_of(score_mod, transport)
         self.bound = BoundPlan(plan, transport, kernel, scale, score, auto, keep_keys, watched=plan.mask)
         self.captured = Captured([], []) if score is None else score.captured
-        self.handle = self.bound.handle()
+        self.handle = handle_of(self.bound)
 
     @property
     def plan(self) -> Plan:
@@ -131,7 +131,7 @@ class Attention(AttentionCallable):
         """A copy whose `BoundPlan` has other fields; the two share their counts, unless `uses` is among them."""
         other = copy(self)
         other.bound = replace(self.bound, **changes)
-        other.handle = other.bound.handle()
+        other.handle = handle_of(other.bound)
         return other
 
     def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:

@@ -155,9 +155,9 @@ class Lane:
         """Every tile of a step, joined into the total."""
         if step.tiles:
             keys = arena[:2] if self.expander is None else self.expander.forward(arena.key)[:2]
-            self._kernel(step, *keys).forward(self.spec, self.query, *keys, self._region(step), total)
+            self._kernel_for(step, *keys).forward(self.spec, self.query, *keys, self._region(step), total)
 
-    def _kernel(self, step: Step, key: Tensor, value: Tensor) -> Kernel:
+    def _kernel_for(self, step: Step, key: Tensor, value: Tensor) -> Kernel:
         return choose_kernel(self.kernel, self.spec, self.query, key, value, step.tiles)
 
     def _region(self, step: Step) -> Region:
@@ -195,7 +195,7 @@ class Lane:
         return keys
 
     def _backward(self, step: Step, keys: tuple[Tensor, Tensor], final: BackwardInputs, into: StepGrads) -> None:
-        self._kernel(step, *keys).backward(self.spec, final, self.query, *keys, self._region(step), into)
+        self._kernel_for(step, *keys).backward(self.spec, final, self.query, *keys, self._region(step), into)
 
     def _backward_latent(
         self, step: Step, latent: Tensor, final: BackwardInputs, grads: GradientSums, into: DeferredSum | KeySum

@@ -137,7 +137,7 @@ def attention_backward(
     dropout_p: float,
     expander: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    number, seed = header.tolist()  # see [Note: saved seeds]
+    forward_pass, seed = header.tolist()  # see [Note: saved seeds]
     inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
     inputs = _with_expander(inputs, expander)
     bound = BoundPlan.of(handle).for_inputs(inputs)
@@ -145,8 +145,9 @@ def attention_backward(
         grad_lse = torch.zeros_like(lse)
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
     final, kept = BackwardInputs(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
-    how, timer = FROM_KEPT if kept else "", PassTimer(query.device)
-    with abort_on_error(bound.transport), _without_autocast(query), enter_operation(bound.transport, number, how):
+    operation = enter_operation(bound.transport, forward_pass, FROM_KEPT if kept else "")
+    timer = PassTimer(query.device)
+    with abort_on_error(bound.transport), _without_autocast(query), operation:
         d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(bound, final, sinks)
         with recorded(bound.transport, "backward", (bound.plan, inputs.shape)):
             dq, dk, dv, parts, of_weights = execute.backward(bound, inputs, final, wanted, kept)

@@ -153,9 +153,6 @@ class StagedMessage:
 
     def land(self) -> None:
         """Copy each part to its place."""
-        for piece, part in zip(self._pieces, self.parts(), strict=True):
+        parts = self.buffer.split([len(piece) for piece in self._pieces])
+        for piece, part in zip(self._pieces, parts, strict=True):
             piece.copy_(part)
-
-    def parts(self) -> Iterator[Tensor]:
-        """The message, split into its pieces."""
-        yield from self.buffer.split([len(piece) for piece in self._pieces])

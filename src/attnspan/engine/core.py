@@ -45,7 +45,7 @@ from attnspan.engine.journal import Journal
 from attnspan.engine.kv_cache_manager import KVCacheManager
 from attnspan.engine.logits_processor import ends_of
 from attnspan.engine.memory import pages_that_fit
-from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, NamesAdapters, ServedModel
+from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, ModelInfo, NamesAdapters, ServedModel
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
 from attnspan.engine.owner import DroppedHold, Owned, Owner, call_owned, exclusive, locked
@@ -63,6 +63,7 @@ from attnspan.engine.stats import EngineStats, Meter, Totals
 from attnspan.engine.warmup import run_warmup
 from attnspan.errors import EngineError, ModelError, integer
 from attnspan.transports import Transport
+from attnspan.transports.abort import abort_on_error
 from attnspan.transports.group import Group
 
 if TYPE_CHECKING:
@@ -85,18 +86,10 @@ class EngineCore(Owned):
         engine_mesh = engine_ranks(mesh, info)
         self._consensus = RankConsensus(engine_mesh)
         ranks = self._consensus.page_ranks
-        least = max(config.context_parallel_from, 2 * ranks)
-        if ranks == 1 or config.kv_dtype is not None:  # tokens would see keys as they were before rounding
-            least = UNBOUNDED
-        config = replace(config, context_parallel_from=least)
+        config = _config_for(config, info, ranks)
         context_parallel_from = config.context_parallel_from if ranks > 1 else None
         self.limits = Limits(config.max_sequences, config.max_tokens, context_parallel_from)
         self._lookup_tokens = config.prompt_lookup_num_tokens
-        if self._lookup_tokens and info.states:
-            raise EngineError(
-                f"prompt_lookup_num_tokens={self._lookup_tokens}: the model has recurrent layers, whose states cannot "
-                "be trimmed; leave prompt_lookup_num_tokens out"
-            )
         self._consensus.compare_options(asdict(config) | {"ranks": ranks, "tp": len(info.tp_ranks)})
         self._fingerprint = model.fingerprint()
         self._consensus.compare_model(self._fingerprint)
@@ -226,7 +219,11 @@ class EngineCore(Owned):
         self._settle()
         self._check_alive()
         params = complete_params(params, self.default_params, self.tokenizer, self.vocabulary)
-        self._check_adapter(params.adapter, prompt)
+        if params.adapter is not None:
+            if isinstance(prompt, Mapping):
+                name = params.adapter
+                raise EngineError(f"adapter={name!r}: a prompt with images is computed by the model as it is set")
+            self.check_adapter(params.adapter)
         grammar = self.compile_grammar(params)
         sample = self._sample(prompt, params, salt, priority)
         self._check_request(sample, params)
@@ -295,14 +292,6 @@ class EngineCore(Owned):
             )
         model.check_ready()
         return model.embed(inputs)
-
-    def _check_adapter(self, name: str | None, prompt: Prompt) -> None:
-        """EngineError for an adapter that cannot be named."""
-        if name is None:
-            return
-        if isinstance(prompt, Mapping):
-            raise EngineError(f"adapter={name!r}: a prompt with images is computed by the model as it is set")
-        self.check_adapter(name)
 
     def check_adapter(self, name: str) -> None:
         """Raise an EngineError with the reason, if requests cannot name this adapter."""
@@ -518,15 +507,14 @@ class EngineCore(Owned):
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
         """A block in which an error of one rank ends the engine on all ranks. See [Note: after an error]."""
-        if self._consensus.transport is None:
+        if self.transport is None:
             yield
             return
         try:
-            with self._consensus.abort_on_error():
+            with abort_on_error(self.transport, except_for=(RanksDiverged,)):
                 yield
         except BaseException as error:
-            if self._consensus.ranks > 1:
-                self._fail(error)
+            self._fail(error)
             raise
 
     @contextmanager
@@ -652,3 +640,15 @@ class EngineCore(Owned):
             f"{kind}({model}, {group.num_pages} {'states' if group.states else f'pages of {size} tokens'}, "
             f"{len(scheduler.running)} running, {len(scheduler.queued)} queued)"
         )
+
+
+def _config_for(config: EngineConfig, info: ModelInfo, ranks: int) -> EngineConfig:
+    """The config for a model, with the shortest prompt that ranks compute together."""
+    if config.prompt_lookup_num_tokens and info.states:
+        raise EngineError(
+            f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}: the model has recurrent layers, whose states "
+            "cannot be trimmed; leave prompt_lookup_num_tokens out"
+        )
+    if ranks == 1 or config.kv_dtype is not None:  # tokens would see keys as they were before rounding
+        return replace(config, context_parallel_from=UNBOUNDED)
+    return replace(config, context_parallel_from=max(config.context_parallel_from, 2 * ranks))

@@ -45,9 +45,8 @@ class PagedStepAttention(StepAttention):
 
     def __init__(self, pools: Pools, caches: Sequence[PagedKVCache], plans: Sequence[StepPlan], kernel: str):
         self.pools, self.caches, self.plans, self.kernel = pools, caches, plans, kernel
-        self.group_masks: Mapping[
-            int, AfterPrefix
-        ] = {}  # by layer, of a step in which tokens of a group see each other
+        # By layer, of a step in which tokens of a group see each other.
+        self.group_masks: Mapping[int, AfterPrefix] = {}
         self.states: StateStep | None = None
         self.new_states: dict[int, Tensor] = {}
 
@@ -111,9 +110,8 @@ class ModelRunner:
         sizes = {"max_sequences": config.max_sequences, "max_tokens": config.max_tokens, "max_length": max_length}
         self.plans = [cache.plan(**sizes) for cache in caches]
         self._attention = PagedStepAttention(pools, caches, self.plans, config.kernel)
-        self._encoded: dict[
-            int, tuple[tuple[int, ...], object]
-        ] = {}  # by request: its prompt, and the encoder's result
+        # By request: its prompt, and the encoder's result.
+        self._encoded: dict[int, tuple[tuple[int, ...], object]] = {}
         self._encodes = model.info().decoder_start is not None
         if self._encodes and config.cuda_graphs:
             raise EngineError("cuda_graphs=True is for models without an encoder; leave cuda_graphs out")
@@ -194,15 +192,11 @@ class ModelRunner:
         wanted: list[int] = []
         embedded: list[PromptRows] = []
         for chunk in batch:
-            sample, new, draft = chunk
-            if sample.embedded is not None:
-                embedded.append(PromptRows(len(tokens), len(tokens) + new, sample.computed, sample.embedded))
-            tokens += sample.tokens[sample.computed : sample.computed + new]
+            if (prompt := chunk.sample.embedded) is not None:
+                embedded.append(PromptRows(len(tokens), len(tokens) + chunk.new, chunk.sample.computed, prompt))
+            tokens += chunk.tokens
             if chunk.gets_token:
-                wanted.append(len(tokens) - 1)
-            if draft:
-                wanted += range(len(tokens), len(tokens) + len(draft))
-                tokens += draft
+                wanted += range(len(tokens) - 1 - len(chunk.draft), len(tokens))
         self._attention.group_masks = _group_masks(batch) if embedded else {}
         fed = [chunk[:2] for chunk in batch]
         return self._logits(tokens, self._positions(batch), wanted, self._attention, fed, tuple(embedded))

@@ -25,8 +25,7 @@ See transports/abort.py for what becomes of a group on which a rank failed in th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from attnspan.engine.engine_ranks import EngineRanks
@@ -66,15 +65,6 @@ class RankConsensus:
     @property
     def ranks(self) -> int:
         return 1 if self.transport is None else self.transport.ranks
-
-    @contextmanager
-    def abort_on_error(self) -> Iterator[None]:
-        """Inside, ranks do the same, and exchange messages; what is raised here ends the group for this rank."""
-        if self.transport is None:
-            yield
-        else:
-            with abort_on_error(self.transport, except_for=(RanksDiverged,)):
-                yield
 
     # ---- records ---------------------------------------------------------------------------------------------------
 

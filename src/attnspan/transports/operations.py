@@ -73,11 +73,11 @@ class Ledger:
         self._remember(name, _gradient(name))
         return Operation(next(self.numbers), name)
 
-    def differentiate(self, header: int, how: str = "") -> Operation:
-        """The backward pass of an operation; one that goes another way says how."""
+    def differentiate(self, header: int, suffix: str = "") -> Operation:
+        """The backward pass of an operation."""
         name = _gradient(self.names.get(header % (1 << NAME_BITS), f"#{header:x}"))
-        self._remember(name, name + how)
-        return Operation(header >> NAME_BITS, name + how)
+        self._remember(name, name + suffix)
+        return Operation(header >> NAME_BITS, name + suffix)
 
     def _remember(self, *names: str) -> None:
         for name in names:
@@ -100,11 +100,11 @@ class Ledger:
 
 
 @contextmanager
-def enter_operation(transport: Transport, name: str | int, how: str = "") -> Iterator[Operation]:
-    """Inside, every message belongs to one operation.
+def enter_operation(transport: Transport, name: str | int, suffix: str = "") -> Iterator[Operation]:
+    """A block in which every message belongs to one operation.
 
     Its name is the same on every rank, and of no other operation that could be taken for it. A backward pass is known
-    by the header of its forward pass instead, and by how it goes about it where ranks could differ.
+    by the header of its forward pass instead, with a suffix where ranks could go about it in different ways.
     """
     ledger, here = ledger_of(transport), threading.get_ident()
     around, thread = ledger.current, ledger.thread
@@ -113,7 +113,7 @@ def enter_operation(transport: Transport, name: str | int, how: str = "") -> Ite
             f"another thread of this process is in {around} on the same group; "
             "use a group from one thread at a time, or make a group for each thread"
         )
-    operation = ledger.begin(name) if isinstance(name, str) else ledger.differentiate(name, how)
+    operation = ledger.begin(name) if isinstance(name, str) else ledger.differentiate(name, suffix)
     ledger.current, ledger.thread = operation, here
     try:
         yield operation

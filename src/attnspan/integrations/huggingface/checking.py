@@ -90,7 +90,7 @@ def check_not_enabled(model: nn.Module) -> None:
         raise ModelError(f"{type(model).__name__} is enabled already; disable() it first")
 
 
-def check_model(
+def check_can_be_enabled(
     model: PreTrainedModel, decoder: nn.Module, idle: Collection[AttentionLayer], mixers: Collection[nn.Module]
 ) -> None:
     """Refuse a model for what it is, besides its layers, its recurrent mixers and what is beside its decoder.
@@ -115,25 +115,10 @@ def check_model(
     check_alone(model)
     check_positions(found, counted=True)
     for path, module in found:
-        if path.rpartition(".")[2] == "pooler":
-            raise ModelError(
-                f"{path} ({type(module).__name__}) looks at one token for all, which is not served; use "
-                "add_pooling_layer=False"
-            )
         around = decoder is not module and decoder in set(module.modules())
         after = called_before(module, decoder) if around else ""
         runs = module not in mixers and not is_left_out(module, unused)
-        mixing = token_mixing(module, after) if runs else None
-        if mixing is not None:
-            raise ModelError(
-                f"{path or 'the model'} ({type(module).__name__}) looks at tokens beside a token's own, {mixing}, "
-                "which is not served: a rank has some of them"
-            )
-        if model.config.is_encoder_decoder and depends_on_length(module):
-            raise ModelError(
-                f"{path} ({type(module).__name__}) has frequencies that depend on the length of a sequence "
-                "(rope_type), which is not served where there are two"
-            )
+        _check_module(path, module, token_mixing(module, after) if runs else None, model.config.is_encoder_decoder)
     for key, config in configs(model.config):
         for each in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
             if getattr(config, each, 0):
@@ -145,6 +130,22 @@ def check_model(
         raise ModelError(f"{name} has cross-attention and no encoder, which is not served")
     if mixers and model.config.is_encoder_decoder:
         raise ModelError(f"{name} has recurrent mixers in an encoder-decoder, which is not served")
+
+
+def _check_module(path: str, module: nn.Module, mixing: str | None, encoder_decoder: bool) -> None:
+    """Refuse a module that looks at other tokens than each token's own; `mixing` says how."""
+    where = f"{path or 'the model'} ({type(module).__name__})"
+    if path.rpartition(".")[2] == "pooler":
+        raise ModelError(f"{where} looks at one token for all, which is not served; use add_pooling_layer=False")
+    if mixing is not None:
+        raise ModelError(
+            f"{where} looks at tokens beside a token's own, {mixing}, which is not served: a rank has some of them"
+        )
+    if encoder_decoder and depends_on_length(module):
+        raise ModelError(
+            f"{where} has frequencies that depend on the length of a sequence (rope_type), which is not served where "
+            "there are two"
+        )
 
 
 def check_call(model: PreTrainedModel, given: Mapping[str, object], towers: bool) -> None:

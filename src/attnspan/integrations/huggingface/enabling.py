@@ -31,10 +31,10 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -105,6 +105,7 @@ Output = ModelOutput | tuple[object, ...] | Tensor
 PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")
 """Outputs with a row for each token."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -281,15 +282,13 @@ class Enabled:
                 "this is a copy of an enabled model that was disabled since; load its state_dict() into a model that "
                 "was not enabled"
             )
-        begin = eagerly(Enabled._begin_pass) if torch.compiler.is_compiling() else Enabled._begin_pass
-        current, given = begin(self, args, kwargs)
+        current, given = _uncompiled(Enabled._begin_pass)(self, args, kwargs)
         self._passes.begin(current)
         return (), given
 
     def _on_decoder(self, decoder: nn.Module, args: tuple[object, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
         """Before the decoder's forward, in a model with towers: merged embeddings become shards."""
-        begin = eagerly(Enabled._begin_decoder) if torch.compiler.is_compiling() else Enabled._begin_decoder
-        current, given = begin(self, args, kwargs)
+        current, given = _uncompiled(Enabled._begin_decoder)(self, args, kwargs)
         self._passes.begin(current)
         return (), given
 
@@ -300,11 +299,9 @@ class Enabled:
     def _on_return(self, model: nn.Module, args: object, kwargs: object, output: Output) -> Output:
         """After forward: every layer has attended; the loss."""
         current = self._passes.end()
-        # Where nothing is being compiled, a loss that was compiled by itself stays so.
-        end = eagerly(Enabled._end_pass) if torch.compiler.is_compiling() else Enabled._end_pass
         if current is None:
             raise ModelError(f"{type(self.model).__name__} did not call its decoder, {type(self.decoder).__name__}")
-        return end(self, current, output)
+        return _uncompiled(Enabled._end_pass)(self, current, output)
 
     def _begin_pass(self, args: tuple[object, ...], kwargs: Entries) -> tuple[ForwardPass | None, Entries]:
         """The pass of a call, and what the model is given; of one with towers, no pass yet, and the whole batch."""
@@ -401,9 +398,8 @@ class Enabled:
         encoder = by_role["encoder"].session if "encoder" in by_role else None
         attentions = [self._bound_attention(kind, by_role) for kind in self.kinds]
         self._check_weights()
-        again = WeakSet(
-            region.name for region in checkpoint_regions.regions() if region.recomputing and region.name is not None
-        )
+        regions = checkpoint_regions.regions()
+        again = WeakSet(each.name for each in regions if each.recomputing and each.name is not None)
         before, tokens = calls_so_far(attentions), ShardedTokens(own.session, own.padding)
         return ForwardPass(
             own.session, encoder, attentions, patterns, before, tokens, own.labels, count, max_position,
@@ -487,7 +483,7 @@ class Enabled:
             )
         return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
-    # ---- what a layer asksks ---------------------------------------------------------------------------------------
+    # ---- what a layer asks for -----------------------------------------------------------------------------------
 
     def mixer_tokens(self) -> ShardedTokens:
         """The tokens of the current pass, for a recurrent mixer."""
@@ -526,6 +522,11 @@ class Enabled:
         current = self._passes.current()
         assert current.encoder is None, "no encoder-decoder counts positions in its layers"
         return current.session.positions
+
+
+def _uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """The function without compilation where the model is compiled; elsewhere a loss that is compiled stays so."""
+    return eagerly(function) if torch.compiler.is_compiling() else function
 
 
 def _no_generation(*args: object, **kwargs: object) -> NoReturn:

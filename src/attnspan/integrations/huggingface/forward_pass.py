@@ -74,9 +74,8 @@ class ModelPasses:
     def __init__(self) -> None:
         self.running: ForwardPass | None = None
         self._latest: ForwardPass | None = None
-        self._of_region: WeakKeyDictionary[object, ForwardPass] = (
-            WeakKeyDictionary()
-        )  # the pass in which a region first ran
+        # The pass in which a region first ran.
+        self._of_region: WeakKeyDictionary[object, ForwardPass] = WeakKeyDictionary()
         self._of_output: MutableMapping[Tensor, ForwardPass] = WeakTensorKeyDictionary()
 
     def begin(self, current: ForwardPass | None) -> None:

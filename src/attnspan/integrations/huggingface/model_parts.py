@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnspan.integrations.huggingface.adapters import adapted, check_adapters
-from attnspan.integrations.huggingface.checking import check_model, check_not_enabled
+from attnspan.integrations.huggingface.checking import check_can_be_enabled, check_not_enabled
 from attnspan.integrations.huggingface.layers import WITHOUT_CACHE, AttentionLayer, attention_layers, split_idle
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
 from attnspan.integrations.huggingface.towers import check_merges_before, decoder_of, modules_outside, towers_of
@@ -39,7 +39,7 @@ class ModelParts:
         mixers = recurrent_mixers(model, outside)
         mixing = {mixer.module for mixer in mixers}
         layers, idle = split_idle(model, attention_layers(model, mixing, outside, WITHOUT_CACHE))
-        check_model(model, decoder, idle, mixing)
+        check_can_be_enabled(model, decoder, idle, mixing)
         check_merges_before(model, decoder)
         towers = towers_of(model, decoder)
         return cls(called, model, decoder, _encoder_modules(model), tuple(layers), tuple(idle), tuple(mixers), towers)
