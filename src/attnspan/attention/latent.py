@@ -179,7 +179,7 @@ class Expander:
                         "expand must give a token the same key and value whatever tokens are beside it, and it does "
                         "not: it mixes tokens, counts them, or draws random numbers; do that before, to the latent"
                     )
-                if any(node in inside and not _is_leaf(node) for node in _nodes(alone)):
+                if any(node in inside and not hasattr(node, "variable") for node in _nodes(alone)):
                     raise AttentionError(
                         "expand uses a tensor that is computed outside of it and requires a gradient; compute it inside"
                     )
@@ -254,10 +254,6 @@ def _leaves(made: tuple[Tensor, ...]) -> Iterator[Tensor]:
     yield from (x for x in made if x.requires_grad and x.is_leaf)
     held = (getattr(node, "variable", None) for node in _nodes(made))
     yield from (x for x in held if isinstance(x, Tensor))
-
-
-def _is_leaf(node: Node) -> bool:
-    return hasattr(node, "variable")
 
 
 def _owner(expand: Expand) -> Hashable:

@@ -80,18 +80,15 @@ def _own_table(transport: Transport) -> Table | None:
 def hardware_for(known: GroupTuning, shape: Shape, device: torch.device, kernel: str = "auto") -> Hardware:
     """The hardware of the cost model, for tensors of some shape."""
     table = known.table
-    base = Hardware.of(_preset(table.device if table else "") if device.type == "cuda" else "cpu-gloo")
+    gpu = table.device.lower() if table else ""
+    preset = next((f"{name}-nvlink" for name in ("h200", "a100") if name in gpu), "h100-nvlink")  # the likeliest links
+    base = Hardware.of(preset if device.type == "cuda" else "cpu-gloo")
     if kernel == "auto":
         joins_below = base.joins_below if shape.width < 4 else 0.0
     else:
         joins_below = inf if kernel in KERNELS and KERNELS[kernel].traits.joins_below else 0.0
     base = replace(base, rounds=rounds(kernel, device), joins_below=joins_below)
     return known.links.on(base if table is None else table.hardware(shape, base, kernel))
-
-
-def _preset(device: str) -> str:
-    """The preset with the likeliest links for a device."""
-    return next((f"{name}-nvlink" for name in ("h200", "a100") if name in device.lower()), "h100-nvlink")
 
 
 def _agree(transport: Transport) -> GroupTuning:

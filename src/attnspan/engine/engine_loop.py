@@ -8,7 +8,7 @@ an empty round every few seconds (`HEARTBEAT`), so that no rank waits longer tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from attnspan.engine.commands import AddCommand, CancelCommand, Command, unpacked
@@ -57,7 +57,9 @@ class EngineLoop:
                 tokens = self.engine.step()
             except BaseException as error:
                 failed = error
-                if self.engine.failure is None and not any(request.error is error for request in self._all()):
+                if self.engine.failure is None and not any(
+                    request.error is error for requests in self.requests.values() for request in requests
+                ):
                     self._cancel_all()
         for call in [call for call, requests in self.requests.items() if all(each.finished for each in requests)]:
             del self.requests[call]
@@ -72,9 +74,6 @@ class EngineLoop:
             self._cancel(requests)
             raise
         return requests
-
-    def _all(self) -> Iterator[Request]:
-        return (request for requests in self.requests.values() for request in requests)
 
     def _cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -35,7 +35,7 @@ def one_or_several(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     several = listed(prompts)
-    return several if any(map(_is_prompt, several)) else [several]  # type: ignore[list-item]  # tokens of one
+    return several if any(map(_is_prompt, several)) else [several]
 
 
 def several(prompts: Iterable[Prompt]) -> list[Prompt]:
@@ -51,14 +51,14 @@ def several(prompts: Iterable[Prompt]) -> list[Prompt]:
     return found
 
 
-def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+def listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     """Prompts as a list. The keys of a dict, such as a tokenizer returns, would be taken for texts: it is refused."""
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise EngineError(
             f"prompts must be a list of texts or of lists of tokens, got {type(prompts).__name__}; of what a tokenizer "
             'returns, take its "input_ids"; what a processor returns for one prompt with images is one of a list'
         )
-    return list(prompts)  # type: ignore[arg-type]
+    return list(prompts)
 
 
 def params_for_each(

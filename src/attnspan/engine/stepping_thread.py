@@ -152,7 +152,7 @@ class SteppingThread:
                 raise EngineBusy(
                     f"the queue is full: {self._samples} samples run or wait, of at most {self.max_samples}; try again "
                     "later",
-                    self._retry_after(),
+                    min(max(self.durations.mean, 1.0), MAX_WAIT),  # about how long a call takes
                 )
             call = AsyncCall(self._next, samples, deliver)
             self._next += 1
@@ -180,10 +180,6 @@ class SteppingThread:
         if self.failure is None:
             return EngineClosed(self._closed or "the engine was shut down")
         return _caused(EngineClosed("the engine has failed, and takes no more requests; make a new one"), self.failure)
-
-    def _retry_after(self) -> float:
-        """About how long a call takes."""
-        return min(max(self.durations.mean, 1.0), MAX_WAIT)
 
     # ---- in the thread ---------------------------------------------------------------------------------------------
 

@@ -182,14 +182,10 @@ def operation(node: fx.Node, known: dict[fx.Node, Expression]) -> Expression:
 
 
 def _constant(node: fx.Node, name: str) -> Expression:
-    if name in ("full", "full_like"):
-        number = node.args[1]
-    elif name == "scalar_tensor":
-        number = node.args[0]
-    else:
-        number = int("ones" in name)
+    given = {"full": 1, "full_like": 1, "scalar_tensor": 0}
+    number: Any = node.args[given[name]] if name in given else int("ones" in name)
     dtype = dtype_of(node)
-    bounds = (int(number), int(number)) if dtype == torch.int64 and abs(int(number)) < 1 << 31 else None  # type: ignore[arg-type]
+    bounds = (int(number), int(number)) if dtype == torch.int64 and abs(int(number)) < 1 << 31 else None
     held = torch.int32 if bounds is not None else dtype
     return Expression(f"tl.full([], {_literal(number, dtype)}, tl.{TYPES[held]})", dtype, bounds)
 

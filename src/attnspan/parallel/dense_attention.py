@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class DenseAttention:
 def one_device(world: Transport, seq_len: int, mask: Masks) -> ContextParallel:
     """A session of one rank whose attention is dense."""
     session = ContextParallel(world, seq_len=seq_len, mask=mask, layout=Contiguous(1))
-    for name, attend in session.attentions.named.items():
-        session.attentions.named[name] = DenseAttention(attend.plan, session.options.scale)  # type: ignore[assignment]
+    named: dict[str, Any] = session.attentions.named
+    for name, attend in named.items():
+        named[name] = DenseAttention(attend.plan, session.options.scale)
     return session

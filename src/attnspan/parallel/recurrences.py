@@ -279,8 +279,9 @@ class Convolution:
         if self.activation is not None:
             one_of("activation", self.activation, ACTIVATIONS, error=ShardError)
         for name, each in (("tensor", tensor), ("weight", weight), ("bias", bias)):
-            if each is not None or name != "bias":
-                _check_floats(name, each)
+            floats = isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex())
+            if not floats and (each is not None or name != "bias"):
+                raise ShardError(f"{name} must be a tensor of floats, got {dtype_or_type(each)}")
         check_untransformed("conv1d", tensor, error=ShardError)
         if tensor.dim() != 3 or self.dim not in (1, 2):
             raise ShardError(
@@ -301,12 +302,6 @@ class Convolution:
             if each is not None and each.device != tensor.device:
                 raise ShardError(f"{name} must be on {tensor.device}, where the tensor is, got {each.device}")
         return f"of width {weight.shape[-1]}, {'no' if bias is None else 'a'} bias, activation {self.activation}"
-
-
-def _check_floats(name: str, tensor: object) -> None:
-    """Refuse what is no tensor, or one of whole numbers."""
-    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ShardError(f"{name} must be a tensor of floats, got {dtype_or_type(tensor)}")
 
 
 def _lines(tensor: Tensor, dim: int, alike: bool) -> Tensor:

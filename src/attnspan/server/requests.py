@@ -17,8 +17,6 @@ from attnspan.server.api_errors import ApiError
 from attnspan.server.config import ServerConfig
 from attnspan.server.schema import Schema, check
 
-TOKEN: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-
 PARAMS = {
     "temperature": "temperature", "top_p": "top_p", "presence_penalty": "presence_penalty", "n": "n",
     "frequency_penalty": "frequency_penalty", "stop": "stop", "top_k": "top_k", "min_p": "min_p",
@@ -57,111 +55,105 @@ class ParsedRequest:
     echo: bool = False
 
 
+def _integer(least: int, most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def _number(least: float, most: float, minimum: str = "minimum") -> dict[str, Any]:
+    return {"type": "number", minimum: least, "maximum": most}
+
+
+def _one_of(*values: str) -> dict[str, Any]:
+    return {"type": "string", "enum": list(values)}
+
+
+def _array(items: Schema, most: int, **least: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **least, "maxItems": most}
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    needed = {"required": list(required)} if required else {}
+    return {"type": "object", "properties": properties, **needed, "additionalProperties": False}
+
+
+TOKEN = _integer(0, 2**31 - 1)
+STRING: Schema = {"type": "string"}
+BOOLEAN: Schema = {"type": "boolean"}
+
+
 def _sampling(config: ServerConfig) -> dict[str, Schema]:
+    """The fields that both endpoints have."""
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
-    tokens = {"type": "array", "items": TOKEN, "maxItems": 1000}
+    tokens = _array(TOKEN, 1000)
+    json_schema = {
+        "name": {"type": "string", "maxLength": 100}, "description": STRING, "schema": {"type": "object"},
+        "strict": BOOLEAN,
+    }  # fmt: skip
+    response_format = {
+        "type": _one_of("text", "json_object", "json_schema"), "json_schema": _object(json_schema, "name", "schema")
+    }  # fmt: skip
+    biases = {"type": "object", "additionalProperties": _number(-100, 100), "maxProperties": 1000}
     return {
-        "model": {"type": "string", "enum": list(config.models)},
-        "n": {"type": "integer", "minimum": 1, "maximum": config.max_n},
-        "temperature": {"type": "number", "minimum": 0, "maximum": 100},
-        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
-        "stop": {"anyOf": [text, {"type": "array", "items": text, "maxItems": config.max_stop}]},
-        "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-        "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-        "logit_bias": {
-            "type": "object",
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": 1000,
-        },
-        "max_tokens": {"type": "integer", "minimum": 1, "maximum": config.max_new_tokens},
-        "stream": {"type": "boolean"},
-        "stream_options": {
-            "type": "object",
-            "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}},
-            "additionalProperties": False,
-        },
-        "response_format": {
-            "type": "object",
-            "properties": {
-                "type": {"type": "string", "enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string", "maxLength": 100},
-                        "description": {"type": "string"},
-                        "schema": {"type": "object"},
-                        "strict": {"type": "boolean"},
-                    },
-                    "required": ["name", "schema"],
-                    "additionalProperties": False,
-                },
-            },
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        "top_k": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-        "min_p": {"type": "number", "minimum": 0, "maximum": 1},
-        "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
-        "no_repeat_ngram_size": {"type": "integer", "minimum": 0, "maximum": 1000},
-        "min_tokens": {"type": "integer", "minimum": 0, "maximum": config.max_new_tokens},
+        "model": _one_of(*config.models),
+        "n": _integer(1, config.max_n),
+        "temperature": _number(0, 100),
+        "top_p": _number(0, 1, "exclusiveMinimum"),
+        "seed": _integer(-(2**63), 2**63 - 1),
+        "stop": {"anyOf": [text, _array(text, config.max_stop)]},
+        "presence_penalty": _number(-2, 2),
+        "frequency_penalty": _number(-2, 2),
+        "logit_bias": biases,
+        "max_tokens": _integer(1, config.max_new_tokens),
+        "stream": BOOLEAN,
+        "stream_options": _object({"include_usage": BOOLEAN, "include_obfuscation": BOOLEAN}),
+        "response_format": _object(response_format, "type"),
+        "top_k": _integer(0, 2**31 - 1),
+        "min_p": _number(0, 1),
+        "repetition_penalty": _number(0, 100, "exclusiveMinimum"),
+        "no_repeat_ngram_size": _integer(0, 1000),
+        "min_tokens": _integer(0, config.max_new_tokens),
         "stop_token_ids": tokens,
-        "ignore_eos": {"type": "boolean"},
-        "bad_words": {"type": "array", "items": text, "maxItems": 100},
+        "ignore_eos": BOOLEAN,
+        "bad_words": _array(text, 100),
         "allowed_token_ids": tokens | {"minItems": 1},
         **{name: {} for name in IGNORED},
     }
 
 
-def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    ordered = dict(sorted(properties.items()))
-    return {"type": "object", "properties": ordered, "required": list(required), "additionalProperties": False}
+def _body(config: ServerConfig, own: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """The schema of a request: fields of its own beside those of sampling."""
+    return _object(dict(sorted((_sampling(config) | own).items())), "model", prompt)
 
 
 def completion_schema(config: ServerConfig) -> dict[str, Any]:
     """Of /v1/completions."""
     one = {"type": "array", "items": TOKEN, "minItems": 1}
-    several: list[Schema] = [
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": config.max_prompts},
-        {"type": "array", "items": one, "minItems": 1, "maxItems": config.max_prompts},
-    ]
-    own: dict[str, Any] = {
-        "prompt": {"anyOf": [{"type": "string"}, one, *several]},
-        "logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-        "echo": {"type": "boolean"},
-        "best_of": {"type": "integer", "minimum": 1, "maximum": config.max_n},
+    several = [_array(each, config.max_prompts, minItems=1) for each in (STRING, one)]
+    own = {
+        "prompt": {"anyOf": [STRING, one, *several]},
+        "logprobs": _integer(0, 20),
+        "echo": BOOLEAN,
+        "best_of": _integer(1, config.max_n),
     }
-    return _object(_sampling(config) | own, "model", "prompt")
+    return _body(config, own, "prompt")
 
 
 def chat_schema(config: ServerConfig) -> dict[str, Any]:
     """Of /v1/chat/completions."""
-    part = {
-        "type": "object",
-        "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-        "additionalProperties": False,
+    part = _object({"type": _one_of("text"), "text": STRING}, "type", "text")
+    fields = {
+        "role": _one_of("system", "developer", "user", "assistant"),
+        "content": {"anyOf": [STRING, _array(part, 1000, minItems=1)]},
+        "name": {"type": "string", "maxLength": 100},
     }
-    message = {
-        "type": "object",
-        "properties": {
-            "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
-            "content": {
-                "anyOf": [{"type": "string"}, {"type": "array", "items": part, "minItems": 1, "maxItems": 1000}]
-            },
-            "name": {"type": "string", "maxLength": 100},
-        },
-        "required": ["role", "content"],
-        "additionalProperties": False,
+    own = {
+        "messages": _array(_object(fields, "role", "content"), 2000, minItems=1),
+        "max_completion_tokens": _integer(1, config.max_new_tokens),
+        "logprobs": BOOLEAN,
+        "top_logprobs": _integer(0, 20),
+        "modalities": _array(_one_of("text"), 1, minItems=1),
     }
-    own: dict[str, Any] = {
-        "messages": {"type": "array", "items": message, "minItems": 1, "maxItems": 2000},
-        "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": config.max_new_tokens},
-        "logprobs": {"type": "boolean"},
-        "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-        "modalities": {"type": "array", "items": {"type": "string", "enum": ["text"]}, "minItems": 1, "maxItems": 1},
-    }
-    return _object(_sampling(config) | own, "model", "messages")
+    return _body(config, own, "messages")
 
 
 def parse_completion(body: Any, schema: Schema) -> ParsedRequest:

@@ -112,12 +112,15 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _transport(group: Any) -> Transport:
-    named = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
-    return ranks_of(named).transport
+    return ranks_of(_named(group) if isinstance(group, str) else group).transport
+
+
+def _named(name: Any) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
 
 
 def _ranks(name: Any) -> int:
-    return dist.distributed_c10d._resolve_process_group(name).size()
+    return _named(name).size()
 
 
 def _sizes(k: Tensor, v: Tensor, seq_dim: int, transport: Transport) -> list[int]:

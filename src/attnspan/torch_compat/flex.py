@@ -109,7 +109,7 @@ LISTS_BACK = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"
 
 def _joined(parts: list[BlockMask]) -> BlockMask:
     """Row r of the r-th BlockMask, for batch rows whose keys lie differently."""
-    lists = {
+    lists: dict[str, Any] = {
         name: torch.cat([getattr(part, name)[row : row + 1] for row, part in enumerate(parts)])
         for name in (*LISTS, *LISTS_BACK)
     }
@@ -121,4 +121,4 @@ def _joined(parts: list[BlockMask]) -> BlockMask:
             allowed = torch.where(b == row, ask(b, h, q_idx, kv_idx), allowed)
         return allowed
 
-    return BlockMask(seq_lengths=parts[0].seq_lengths, BLOCK_SIZE=parts[0].BLOCK_SIZE, mask_mod=mask_mod, **lists)  # type: ignore[arg-type]
+    return BlockMask(seq_lengths=parts[0].seq_lengths, BLOCK_SIZE=parts[0].BLOCK_SIZE, mask_mod=mask_mod, **lists)

@@ -59,7 +59,8 @@ def _context_parallel_shard(
             parts[name] = part_of(buffer, dim, ranks.session(layout, seq_len or length_of(buffer, dim)))
     order = Order(layout, seq_len or (lengths.pop() if len(lengths) == 1 else None))
     ranks.cut_by_call(order, balanced=load_balancer is not None)
-    return parts if isinstance(buffers, Mapping) else type(buffers)(parts.values())  # type: ignore[call-arg]
+    kind: Any = type(buffers)
+    return parts if isinstance(buffers, Mapping) else kind(parts.values())
 
 
 def context_parallel_unshard(

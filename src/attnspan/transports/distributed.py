@@ -177,7 +177,9 @@ class Distributed(Transport):
             if whole is None:
                 work = dist.all_gather(targets, source, group=self.group, async_op=True)
             else:
-                work = _all_gather_single()(whole, source, group=self.group, async_op=True)
+                # torch 2.13 deprecates the names that 2.11 knows, here and in reduce_scatter.
+                single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                work = single(whole, source, group=self.group, async_op=True)
         return self._pending([(doing, work)], source, targets)
 
     def reduce_scatter(self, inputs: Sequence[Tensor], output: Tensor, what: str = "tensors") -> Pending:
@@ -194,7 +196,8 @@ class Distributed(Transport):
             if whole is None:
                 work = dist.reduce_scatter(target, sources, group=self.group, async_op=True)
             else:
-                work = _reduce_scatter_single()(target, whole, group=self.group, async_op=True)
+                single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+                work = single(target, whole, group=self.group, async_op=True)
         return self._pending([(doing, work)], sources, target)
 
     def _native(self, tensors: Sequence[Tensor]) -> bool:
@@ -318,12 +321,3 @@ def _end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
         if here != (storage, first.storage_offset() + i * first.numel()):
             return None
     return first.as_strided((len(tensors) * first.numel(),), (1,))
-
-
-def _all_gather_single() -> Callable[..., Any]:
-    # torch 2.13 deprecates the name that 2.11 knows.
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _reduce_scatter_single() -> Callable[..., Any]:
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

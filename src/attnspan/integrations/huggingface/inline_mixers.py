@@ -64,8 +64,8 @@ def _agrees(cls: type) -> bool:
             del vars(each)[attribute]
         return found
 
-    def joined(result: object) -> Tensor:  # without final states
-        tensors = [result] if isinstance(result, Tensor) else list(result)[: row.outputs]  # type: ignore[call-overload]
+    def joined(result: Any) -> Tensor:  # without final states
+        tensors = [result] if isinstance(result, Tensor) else list(result)[: row.outputs]
         return torch.cat([each.flatten(2) for each in tensors], dim=-1)
 
     try:

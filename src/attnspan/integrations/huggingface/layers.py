@@ -119,13 +119,13 @@ class AttentionLayer:
     value_dim: int
     scale: float
     window: int | None
-    chunk: int | None
-    softcap: float | None
-    sinks: bool
     causal: bool
     cross: bool
     dropout: float
     module: nn.Module = field(repr=False, compare=False)
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
     bias: ScoreBias | None = None
     temperature: Temperature | None = None
     times: int = 1
@@ -257,6 +257,7 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         refuse(name, module, f"a {'number of heads' if heads is None else 'head dim'} that is not known")
     scale, softcap, window = asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window")
     causal = asked.get("is_causal")
+    decodes = not cross and getattr(module, "is_decoder", False) is True  # that its mask is causal is compared
     return AttentionLayer(
         name=name,
         index=getattr(module, "layer_idx", None),
@@ -269,10 +270,7 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         chunk=_chunk(module),
         softcap=None if softcap is None else float(softcap),
         sinks=asked.get("s_aux") is not None,
-        causal=bool(getattr(module, "is_causal", True) if causal is None else causal)
-        or (
-            not cross and getattr(module, "is_decoder", False) is True  # that its mask is causal is compared
-        ),
+        causal=bool(getattr(module, "is_causal", True) if causal is None else causal) or decodes,
         cross=cross,
         dropout=float(asked.get("dropout") or 0.0),
         temperature=_temperature(name, module),
@@ -293,9 +291,6 @@ def _inline_layer(name: str, module: nn.Module, asked: LayerArgs) -> AttentionLa
         value_dim=asked.head_dim,
         scale=asked.scale,
         window=asked.window,
-        chunk=None,
-        softcap=None,
-        sinks=False,
         causal=asked.causal and not cross,
         cross=cross,
         dropout=asked.dropout,

@@ -99,7 +99,8 @@ def session_factories(
     roles: list[SequenceRole] = list(dict.fromkeys(kind.role for kind in kinds if kind.role != "cross")) or ["only"]
     if len(roles) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
         raise ModelError("cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own")
-    unseen = _unseen_by_mixers(cp.mask) if mixers and isinstance(cp, ContextParallel) else None
+    data = _parts(cp.mask) if mixers and isinstance(cp, ContextParallel) else ()
+    unseen = next((part for part in data if isinstance(part, KeyPadding | Not)), None)  # of data, they know documents
     if unseen is not None:
         raise ModelError(
             f"cp's mask has {unseen!r} in it, which recurrent mixers ({mixers[0].name}) do not see; give "
@@ -120,11 +121,6 @@ def _own(pattern: Pattern, sequence: SequenceInputs) -> Mask:
     edges = [[*range(start % pattern.chunk, sequence.seq_len, pattern.chunk)] for start in sequence.starts]
     lengths = [[b - a for a, b in pairwise(sorted({0, *row, sequence.seq_len}))] for row in edges]
     return Causal() & Documents(lengths)
-
-
-def _unseen_by_mixers(mask: Mask) -> Mask | None:
-    """The first part of a session's mask that recurrent mixers do not know: of all data, they know documents."""
-    return next((part for part in _parts(mask) if isinstance(part, KeyPadding | Not)), None)
 
 
 def _data(mask: Mask, pattern: Pattern, seq_len: int) -> Iterator[Mask]:

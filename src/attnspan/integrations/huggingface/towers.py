@@ -83,7 +83,11 @@ def towers_of(model: nn.Module, decoder: nn.Module) -> dict[str, nn.Module]:
     outside, found = modules_outside(model, decoder), dict[str, nn.Module]()
     known: set[nn.Module] = set()
     for path, module in model.named_modules():
-        if module in outside and module not in known and any(map(_mixes, module.modules())):
+        if (
+            module in outside
+            and module not in known
+            and any(is_mixing(each) or token_mixing(each) is not None for each in module.modules())
+        ):
             known |= set(module.modules())
             found[path] = module
     return found
@@ -92,10 +96,6 @@ def towers_of(model: nn.Module, decoder: nn.Module) -> dict[str, nn.Module]:
 def called_before(module: nn.Module, decoder: nn.Module) -> str:
     """The name of the part of a module that its decoder is in; what its forward computes before calling it is whole."""
     return next(name for name, child in module.named_children() if decoder in set(child.modules()))
-
-
-def _mixes(module: nn.Module) -> bool:
-    return is_mixing(module) or token_mixing(module) is not None
 
 
 def check_runs_before(path: str, module: nn.Module) -> None:

@@ -115,7 +115,7 @@ def check_neighbours(handle: Enabled, processes: int) -> None:
 
 def _divides() -> bool:
     """Whether a count of 6 tokens, for a Trainer whose batches are those of 3 ranks each, is 2."""
-    trainer = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         args=SimpleNamespace(average_tokens_across_devices=True, world_size=1, n_gpu=1),
         accelerator=SimpleNamespace(parallelism_config=None),
         model_accepts_loss_kwargs=True,
@@ -126,7 +126,7 @@ def _divides() -> bool:
         get_sp_size=lambda: 1,
     )
     batches = [{"labels": torch.ones(1, 6, dtype=torch.int64, device="cpu")}]
-    count = Trainer._get_num_items_in_batch(trainer, batches, torch.device("cpu"))  # type: ignore[arg-type]
+    count = Trainer._get_num_items_in_batch(trainer, batches, torch.device("cpu"))
     return bool(count == 2)
 
 
