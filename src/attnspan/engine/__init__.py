@@ -20,7 +20,7 @@
     params.py, config.py  the options of a request and of an engine (prompts.py: inputs; request.py: results)
     pools.py              the page pools of layers and of recurrent states
     journal.py            a step is a transaction (owner.py: one call at a time)
-    fingerprint.py        detects changes of the model (progress.py: progress bars)
+    fingerprint.py        detects changes of the model
     stats.py              statistics (memory.py: how many pages fit into memory)
 
 Knows no model library. `attnspan.Engine` wraps transformers models (attnspan/generation.py).

@@ -9,16 +9,17 @@ Requests belong to the call that made them: they are cancelled if it fails, or i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 from attnspan.engine.core import EngineCore
 from attnspan.engine.owner import DroppedHold, Hold, exclusive
 from attnspan.engine.params import SamplingParams
-from attnspan.engine.progress import progress_bar
 from attnspan.engine.prompts import Prompt, one_or_several, params_for_each, several
 from attnspan.engine.request import Request, Token
+from attnspan.errors import EngineError
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, or one for each; None for the defaults."""
@@ -44,7 +45,7 @@ class LLMEngine(EngineCore):
         hold = self._hold(requests)  # in case the `finally` is interrupted
         try:
             self._add_all(requests, prompts, params, salt, priority)
-            with progress_bar(requests, progress) as advance:
+            with _progress_bar(requests, progress) as advance:
                 while not all(request.finished for request in requests):
                     advance(sum(token.finish_reason is not None for token in self.step()))
         finally:
@@ -139,3 +140,18 @@ class LLMEngine(EngineCore):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cancel_all(self.unfinished)
+
+
+@contextmanager
+def _progress_bar(requests: list[Request], wanted: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of finished samples: call what it gives with the number of samples that have finished since."""
+    if not wanted:
+        yield lambda count: None
+        return
+    try:
+        from rich.progress import Progress
+    except ImportError:
+        raise EngineError('progress=True needs rich; run pip install "attnspan[cli]"') from None
+    with Progress() as bar:
+        task = bar.add_task("generating", total=sum(len(request.samples) for request in requests))
+        yield lambda count: bar.advance(task, count)

@@ -152,8 +152,7 @@ def _cut(tile: Tile, rows: Positions, cols: Positions) -> Iterator[Tile]:
     for r0, r1 in _edges(rows):
         for c0, c1 in _edges(cols):
             if (piece := band.cut(r0, r1, c0, c1)) is not None:
-                q0, q1, k0, k1, lo, hi = piece
-                yield Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, tile.needs_mask_mod)
+                yield Tile.of(piece, tile.needs_mask_mod)
 
 
 def _edges(runs: Positions) -> list[tuple[int, int]]:

@@ -184,7 +184,7 @@ def joined_tiles(tiles: Tiles) -> Tiles:
     for part in _cut([band_of(tile) for tile in tiles if _is_band(tile)]):
         beside.setdefault((part.q0, part.q1), []).append(part)
     whole = joined(band for parts in beside.values() for band in joined(parts))
-    return (*map(_tile, whole), *(tile for tile in tiles if not _is_band(tile)))
+    return (*map(Tile.of, whole), *(tile for tile in tiles if not _is_band(tile)))
 
 
 def _is_band(tile: Tile) -> bool:
@@ -204,11 +204,6 @@ def _cut(bands: list[Band]) -> Iterator[Band]:
             part = band.cut(top, bottom, band.k0, band.k1)
             assert part is not None, "every row of a band holds a pair"
             yield part
-
-
-def _tile(band: Band) -> Tile:
-    q0, q1, k0, k1, lo, hi = band
-    return Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0)
 
 
 def _by_window(segments: list[Segment]) -> list[tuple[Window, list[Segment]]]:

@@ -4,7 +4,7 @@ It weighs five ways to divide the sequence and takes the simplest that is good e
 
     Contiguous, HeadTail    where they are as fair as anything else (full; causal)
     a split necklace        fewer than two runs per rank on average, fair for any mask (necklace.py)
-    stretches               a few runs per rank, exactly fair where the work is a few lines (stretches.py)
+    by slope                a few runs per rank, exactly fair where the work is a few lines (by_slope.py)
     dealt blocks            only if nothing else is as fair (round_robin.py); many runs
 
 [Note: what is minimised] First the largest rank's work, up to `TOLERANCE` above the mean, which is spent on moving
@@ -29,6 +29,7 @@ from typing import TypeGuard
 import torch
 
 from attnspan.errors import LayoutError, integer
+from attnspan.layouts.by_slope import by_slope
 from attnspan.layouts.by_work import ByWork
 from attnspan.layouts.contiguous import Contiguous
 from attnspan.layouts.crossing import crossing
@@ -39,7 +40,6 @@ from attnspan.layouts.layout import Shards
 from attnspan.layouts.necklace import divided, mended, shards_of
 from attnspan.layouts.round_robin import dealt, largest_dealt
 from attnspan.layouts.run import Run, Runs, joined_runs, tokens_in
-from attnspan.layouts.stretches import by_stretch
 from attnspan.masks.columns import Columns
 from attnspan.masks.piecewise import Piecewise, row_work, weighted
 
@@ -120,10 +120,10 @@ class _Portfolio:
 
     def best(self) -> Shards:
         """[Note: what is minimised], from the simplest to the last resort."""
-        stretches = by_stretch(self.work, self.seq_len, self.ranks)
+        sloped = by_slope(self.work, self.seq_len, self.ranks)
         # A single line: as fair as whole tokens can be.
-        if stretches in (self.contiguous, self.head_tail) and self._allowed(stretches):
-            return stretches
+        if sloped in (self.contiguous, self.head_tail) and self._allowed(sloped):
+            return sloped
         simple = [self.contiguous, self.head_tail]
         splits = list(self._splits())
         split = next((split for split in splits if self.largest(split) <= self.enough), None)
@@ -133,7 +133,7 @@ class _Portfolio:
                 return shards
         if split is not None:
             return split
-        few = [*simple, *splits, *([stretches] if self._long_enough(stretches) else [])]
+        few = [*simple, *splits, *([sloped] if self._long_enough(sloped) else [])]
         fewest = min(filter(self._allowed, few), key=self.largest)
         return self._dealt() if self._is_worth_dealing(fewest) else fewest
 
@@ -145,8 +145,8 @@ class _Portfolio:
         while self.seq_len >= 2 * chunk * self.ranks:
             ways += replace(self, chunk=chunk, _largest={})._splits()
             chunk *= 2
-        stretches = by_stretch(self.work, self.seq_len, self.ranks)
-        ways += [stretches] if self._long_enough(stretches) else []
+        sloped = by_slope(self.work, self.seq_len, self.ranks)
+        ways += [sloped] if self._long_enough(sloped) else []
         return min((way for way in ways if self._allowed(way) and max(map(len, way)) <= most), key=self.largest)
 
     @cached_property

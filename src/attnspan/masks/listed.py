@@ -118,13 +118,8 @@ class Listed(Mask):
         many, several = self.rows > 1, self.heads > 1
 
         def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            b, h, i, j = (
-                torch.as_tensor(b, device=q.device),
-                torch.as_tensor(h, device=q.device),
-                q // q_size,
-                k // k_size,
-            )
-            at = (b if many else b * 0, h if several else h * 0, i, j)
+            b, h = (torch.as_tensor(x, device=q.device) for x in (b, h))
+            at = (b if many else b * 0, h if several else h * 0, q // q_size, k // k_size)
             listed = partial[at]
             return full[at] | (listed if ask is None else listed & ask(b, h, q, k))
 

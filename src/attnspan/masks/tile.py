@@ -45,6 +45,12 @@ class Tile(NamedTuple):
     needs_mask_mod: bool = False
     """Whether kernels must evaluate the mask's function, as in a partial block of a BlockMask (masks/cover.py)."""
 
+    @staticmethod
+    def of(band: Band, needs_mask_mod: bool = False) -> Tile:
+        """The tile of a band over two buffers."""
+        q0, q1, k0, k1, lo, hi = band
+        return Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, needs_mask_mod)
+
     @property
     def kind(self) -> Kind:
         """What kind of kernel call it is."""
@@ -80,8 +86,8 @@ def tiles_of(bands: Iterable[Band], needs_mask_mod: bool = False) -> Iterator[Ti
     """
     parts = [part for band in joined(bands) for part in _parted(band)]
     full = [part for part in parts if part.is_rectangle]
-    for q0, q1, k0, k1, lo, hi in (*_stacked(full), *(part for part in parts if not part.is_rectangle)):
-        yield Tile(range(q0, q1), range(k0, k1), lo - k0 + q0, hi - k0 + q0, needs_mask_mod)
+    for part in (*_stacked(full), *(part for part in parts if not part.is_rectangle)):
+        yield Tile.of(part, needs_mask_mod)
 
 
 def _parted(band: Band) -> Iterator[Band]:
@@ -118,7 +124,7 @@ def _stacked(full: list[Band]) -> list[Band]:
 
 
 def band_of(tile: Tile) -> Band:
-    """The allowed pairs of a tile of neighbouring rows and columns, in the numbering of the buffers.
+    """The band of a tile of neighbouring rows and columns: the way back from `Tile.of`.
 
     >>> band_of(Tile(range(4, 8), range(2, 6), lo=-3, hi=0))
     Band(q0=4, q1=8, k0=2, k1=6, lo=-5, hi=-2)

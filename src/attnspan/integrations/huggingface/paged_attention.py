@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -188,12 +188,9 @@ def called_while_served(module: nn.Module) -> EngineError:
     )
 
 
-def _of_prompt(ask: Callable[P, Pattern]) -> Callable[P, Pattern | None]:
-    """A mask function for prompts that are embedded; in a step, where all is known, there is none."""
-    return lambda *sizes, **asked: ask(*sizes, **asked) if capturing() else None
-
-
-pattern_of_prompt = _of_prompt(requested_pattern)
+def pattern_of_prompt(*sizes: Any, **request: Any) -> Pattern | None:
+    """The mask function of prompts that are embedded; in a step, where all is known, there is none."""
+    return requested_pattern(*sizes, **request) if capturing() else None
 
 
 def register() -> None:
