@@ -18,7 +18,7 @@ from attnspan.masks import Causal
 from attnspan.plan import Plan, Shape, choose, predict
 from attnspan.plan.cost import Hardware
 from attnspan.plan.drawing import in_bytes, in_seconds
-from attnspan.plan.traffic import arriving
+from attnspan.plan.traffic import received_bytes
 
 SIZES = {"heads": 128, "head_dim": 192, "v_head_dim": 128}
 SHAPES = {"keys": Shape(**SIZES), "latent": Shape(**SIZES, latent=576)}
@@ -35,7 +35,7 @@ def rows(tokens: int, ranks: int, machine: Hardware) -> list[list[str]]:
                 continue
             plan = Plan(Causal(), HeadTail(ranks), tokens, strategy)
             looked = sorted({0, ranks // 2, ranks - 1})
-            moved = [arriving(plan, shape, rank, rounds=machine.rounds) for rank in looked]
+            moved = [received_bytes(plan, shape, rank, rounds=machine.rounds) for rank in looked]
             memory = max(plan.memory(rank, shape, backward=True).total for rank in looked)
             times = [predict(plan, rank, shape, machine, backward=True) for rank in looked]
             slowest = max(times, key=lambda each: each.seconds)

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import attnspan as span
 from attnspan.errors import RankError
 from attnspan.plan.drawing import table
-from attnspan.plan.strategy import name_of
+from attnspan.plan.strategy import strategy_name
 from attnspan.transports import Transport
 from benchmarks.report import command, folded, header
 
@@ -218,7 +218,7 @@ def ours(strategy: str, cell: Cell, whole: list[Tensor], keep_keys: Literal["aut
             print(said, flush=True)
         return next(line for line in said.splitlines() if line.startswith("link: "))
 
-    return Ready(positions, tensors, attend, lambda: name_of(cp.plan.strategy), link)
+    return Ready(positions, tensors, attend, lambda: strategy_name(cp.plan.strategy), link)
 
 
 def alone(cell: Cell, whole: list[Tensor]) -> Ready:

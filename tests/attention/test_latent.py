@@ -18,7 +18,7 @@ from attnspan.errors import AttentionError
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, KeyPadding, SlidingWindow
 from attnspan.plan import Plan, Shape
-from attnspan.plan.traffic import arriving
+from attnspan.plan.traffic import received_bytes
 from attnspan.testing import loopback
 from attnspan.transports import Counting
 from tests.attention.harness import Problem
@@ -162,7 +162,7 @@ def test_bytes_on_the_wire_are_those_of_latents_as_planned(name, strategy, keeps
 
     shape = Shape(4, problem.kv_heads, 6, 5, problem.rows, "float32", latent=RANK + ROPE)
     for number, (keys, gradients) in enumerate(loopback(problem.layout.ranks).run(rank)):
-        planned = arriving(problem.plan, shape, number, kept=keeps)
+        planned = received_bytes(problem.plan, shape, number, kept=keeps)
         assert keys + gradients == planned.forward + planned.backward
         assert keys == planned.forward * (1 if keeps else 2)
         assert sum(problem.plan.bytes_received(number, shape).values()) == planned.forward
@@ -172,7 +172,9 @@ def test_deepseek_moves_a_seventy_first():
     expanded = Shape(heads=128, head_dim=192, v_head_dim=128)
     assert expanded.kv_bytes // DEEPSEEK.kv_bytes == 71
     plan = Plan(Causal(), HeadTail(64), 1 << 17, "gather")
-    assert arriving(plan, expanded, 0).forward / arriving(plan, DEEPSEEK, 0).forward == pytest.approx(40960 / 576)
+    assert received_bytes(plan, expanded, 0).forward / received_bytes(plan, DEEPSEEK, 0).forward == pytest.approx(
+        40960 / 576
+    )
 
 
 def test_a_session_counts_latents_and_auto_takes_no_ulysses():
@@ -185,7 +187,7 @@ def test_a_session_counts_latents_and_auto_takes_no_ulysses():
         assert line.shape == Shape(4, 2, 6, 5, 2, "float32", latent=RANK + ROPE)
         assert cp.plan.degree == 1
         assert "ulysses" not in cp.explain()
-        assert cp.report().received == arriving(cp.plan, line.shape, world.rank, kept=True)
+        assert cp.report().received == received_bytes(cp.plan, line.shape, world.rank, kept=True)
         return found
 
     compare(problem, together(problem, loopback(4).run(rank)))

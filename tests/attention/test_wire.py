@@ -20,7 +20,7 @@ from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
 from attnspan.plan import Shape
 from attnspan.plan.heads import split_heads
-from attnspan.plan.traffic import arriving
+from attnspan.plan.traffic import received_bytes
 from attnspan.testing import loopback
 from attnspan.transports import Counting
 from tests.attention.harness import Problem, on_rank, together
@@ -287,7 +287,7 @@ def test_heads_cost_what_is_planned_forward_and_backward(heads, kv_heads, strate
         return counting.log
 
     for number, log in enumerate(loopback(4).run(rank)):
-        planned = arriving(problem.plan, shape, number, rounds=rounded)
+        planned = received_bytes(problem.plan, shape, number, rounds=rounded)
         travels = [event for what in ("heads", "keys", "gradients") for event in posted(log, what)]
         assert received(travels).total() == planned.forward + planned.backward
         assert len(posted(log, "heads")) == 4

@@ -10,7 +10,7 @@ import torch
 
 from attnspan import Engine, SamplingParams
 from attnspan.engine import AsyncEngine, follow
-from attnspan.engine.commands import AddCommand, CancelCommand, StopCommand, packed, unpacked
+from attnspan.engine.commands import AddCommand, CancelCommand, StopCommand, decode_commands, encode_commands
 from attnspan.errors import EngineBusy, EngineClosed, EngineError, StepFailed, TransportError
 from attnspan.testing import loopback
 from tests.engine.models import prompts, tiny, tokenizer
@@ -424,7 +424,7 @@ def test_commands_travel_as_they_are():
         AddCommand(7, ["text", [5, 6]], [params, None], salt, -1) for params in several for salt in (None, "a", 1)
     ]
     sent = [*commands, CancelCommand(3), StopCommand()]
-    assert unpacked(packed(sent)) == sent
+    assert decode_commands(encode_commands(sent)) == sent
 
 
 def test_what_other_threads_change_is_looked_through_under_the_lock_alone():

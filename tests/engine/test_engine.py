@@ -9,7 +9,7 @@ import torch
 
 from attnspan import Engine, SamplingParams
 from attnspan.errors import EngineError, ModelError, UnknownRequest
-from attnspan.integrations.huggingface.transformers_model import positions_of
+from attnspan.integrations.huggingface.transformers_model import max_positions_of
 from tests.engine.models import VOCABULARY, greedy, prompts, tiny, tokenizer
 
 
@@ -462,7 +462,7 @@ def test_a_model_has_positions_for_so_many_tokens():
 def test_angles_that_follow_the_longest_of_a_batch_are_served_while_they_stay_the_same(rope, known):
     text = SimpleNamespace(max_position_embeddings=128, rope_parameters=rope)
     config = SimpleNamespace(max_position_embeddings=512, get_text_config=lambda decoder: text)
-    assert positions_of(SimpleNamespace(config=config)) == known
+    assert max_positions_of(SimpleNamespace(config=config)) == known
 
 
 def test_a_step_that_fails_can_be_tried_again():

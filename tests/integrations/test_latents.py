@@ -10,7 +10,7 @@ import attnspan as span
 from attnspan.attention.bound_plan import BoundPlan
 from attnspan.integrations.huggingface import enable, latents
 from attnspan.plan import Shape
-from attnspan.plan.traffic import arriving
+from attnspan.plan.traffic import received_bytes
 from attnspan.testing import loopback
 from tests.engine.test_latents import FAMILIES
 from tests.integrations.families import answers, batch, enabled_answers, off
@@ -38,7 +38,7 @@ def travelled(handle, rank):
     """Whether what arrived in forward passes was latents, as planned; else keys."""
     lines = handle.session.report().lines
     assert all(
-        line.received.forward == (line.calls + line.replays) * arriving(line.plan, line.shape, rank).forward
+        line.received.forward == (line.calls + line.replays) * received_bytes(line.plan, line.shape, rank).forward
         for line in lines
     )
     return {line.shape.latent for line in lines}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnspan.kernels import KERNELS, PerTile, Region, cuda_flash, reference
 from attnspan.kernels.per_tile import JoinedTiles
-from attnspan.kernels.segments import Segment, SegmentCall, joined_tiles, packed
+from attnspan.kernels.segments import Segment, SegmentCall, joined_tiles, packed_calls
 from attnspan.layouts import Balanced, Contiguous, HeadTail
 from attnspan.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
 from attnspan.masks.tile import Tile
@@ -56,7 +56,7 @@ def tiles_of_a_step(draw):
 def check(tiles):
     true = sorted(pair for tile in tiles for pair in pairs(tile))
     assert sorted(pair for tile in joined_tiles(tiles) for pair in pairs(tile)) == true
-    calls = packed(tiles)
+    calls = packed_calls(tiles)
     forward = [call for layer in calls.forward for call in layer.calls]
     backward = [turn.call for turn in calls.backward]
     for side in (forward, backward):
@@ -89,7 +89,7 @@ def test_calls_hold_the_pairs_of_the_tiles_each_once_and_keep_the_rules(tiles):
 
 
 def test_the_check_can_fail():
-    (layer,) = packed((Tile(range(4), range(4), -3, 0),)).forward
+    (layer,) = packed_calls((Tile(range(4), range(4), -3, 0),)).forward
     with pytest.raises(AssertionError, match="sees nothing"):
         seen(SegmentCall((None, 0), (Segment(range(4), range(3), None, 0),)))
     assert seen(layer.calls[0]) != seen(SegmentCall((1, 0), layer.calls[0].segments))

@@ -8,7 +8,7 @@ import torch
 import attnspan as span
 from attnspan.attention.recording import Recorder
 from attnspan.plan import predict
-from attnspan.plan.strategy import name_of
+from attnspan.plan.strategy import strategy_name
 from attnspan.testing import loopback
 from attnspan.transports.delayed import Delayed
 from tests.processes import spawn
@@ -38,7 +38,7 @@ def test_rows_sum_up_to_the_pass_and_predictions_to_the_timeline(mask, strategy)
         cp, profile = profiled(world, mask, strategy, passes=1)
         forward, backward = profile.passes
         assert (forward.direction, backward.direction, forward.passes) == ("forward", "backward", 1)
-        assert name_of(forward.plan.strategy) == name_of(cp.plan.strategy)
+        assert strategy_name(forward.plan.strategy) == strategy_name(cp.plan.strategy)
         hardware = cp.attentions.hardware(forward.shape)
         both = predict(forward.plan, cp.rank, forward.shape, hardware, backward=True)
         assert forward.predicted + backward.predicted == pytest.approx(both.seconds)

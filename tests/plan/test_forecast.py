@@ -18,7 +18,7 @@ from attnspan.plan.choose import Candidate, KeepKeys, all_strategies, predicted
 from attnspan.plan.cost import Curve, Link
 from attnspan.plan.forecast import SLACK, forecast
 from attnspan.plan.group_forecast import Estimate, ForecastSetting
-from attnspan.plan.strategy import Needed, name_of
+from attnspan.plan.strategy import Needed, strategy_name
 from benchmarks.packs import pack
 
 H100 = Hardware.of("h100-nvlink")
@@ -53,14 +53,14 @@ def all_of(plan: Plan, setting: ForecastSetting) -> dict[str, Estimate]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SLACK", -1e9)
         found = forecast(plan, all_strategies(plan.ranks, setting.shape), setting)
-    return {name_of(each.strategy): each for each in found}
+    return {strategy_name(each.strategy): each for each in found}
 
 
 def walked(plan: Plan, setting: ForecastSetting) -> dict[str, Candidate]:
     """Every strategy, rank by rank."""
     how = {"limit": setting.memory, "keep_keys": setting.keep_keys, "sampled": plan.ranks}
     plans = (replace(plan, strategy=each) for each in all_strategies(plan.ranks, setting.shape))
-    return {name_of(each.strategy): predicted(each, setting.shape, setting.hardware, **how) for each in plans}
+    return {strategy_name(each.strategy): predicted(each, setting.shape, setting.hardware, **how) for each in plans}
 
 
 def furthest(plan: Plan, setting: ForecastSetting) -> float:
@@ -108,7 +108,7 @@ def test_what_is_left_out_could_not_win(seed: int):
     name = ["lognormal", "two lengths", "equal"][seed % 3]
     mask = Causal() & Documents(pack(name, 1 << 14, 8 << seed, seed))
     plan, setting = Plan(mask, Balanced(mask, ranks=8), 1 << 14), ForecastSetting(Shape(32, 8), NODES)
-    found = {name_of(each.strategy) for each in forecast(plan, all_strategies(8, setting.shape), setting)}
+    found = {strategy_name(each.strategy) for each in forecast(plan, all_strategies(8, setting.shape), setting)}
     everything = all_of(plan, setting)
     best = min(everything[name].seconds for name in found)
     assert min(each.seconds for each in everything.values()) >= best * (1 - SLACK)

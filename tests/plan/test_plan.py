@@ -11,7 +11,7 @@ from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
 from attnspan.plan import Gather, Needed, Plan, Ring, Shape, Strategy, Ulysses
 from attnspan.plan.heads import split_heads
-from attnspan.plan.strategy import name_of
+from attnspan.plan.strategy import strategy_name
 
 
 def kinds(plan: Plan, rank: int) -> Counter[str]:
@@ -129,7 +129,7 @@ def test_many_ranks_print_as_first_and_last():
 )
 def test_strategies_have_names(name: str, strategy: Strategy):
     assert Strategy.of(name) == strategy
-    assert Strategy.of(name_of(strategy)) == strategy
+    assert Strategy.of(strategy_name(strategy)) == strategy
 
 
 @pytest.mark.parametrize(

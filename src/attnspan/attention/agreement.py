@@ -38,7 +38,6 @@ from attnspan.layouts.run import tokens_in
 from attnspan.masks import Mask
 from attnspan.masks.content import content
 from attnspan.plan.drawing import in_bytes
-from attnspan.plan.strategy import name_of
 from attnspan.transports import consensus
 
 OTHERS_SHARD = "attend by the session that sharded it (an attached model is told by attached.use(session))"
@@ -55,7 +54,7 @@ def agree(bound: BoundPlan, inputs: Inputs) -> Agreement:
     signature = _signature(bound, inputs)
     if signature in bound.agreed:
         return bound.agreed[signature]
-    wrong = refusal(bound, inputs)
+    wrong = local_error(bound, inputs)
     words = {**_words(bound, inputs), VOTE: str(_keeps(bound, inputs))} if wrong is None else wrong
     said = consensus.all_gather_outcomes(bound.transport, words, SHARED)
     votes = {each.pop(VOTE) for each in said if isinstance(each, dict)}
@@ -101,7 +100,7 @@ def _signature(bound: BoundPlan, inputs: Inputs) -> tuple[object, ...]:
     return *shapes, expander and expander.makes, return_lse, inputs.dropout_p, deterministic
 
 
-def refusal(bound: BoundPlan, inputs: Inputs) -> AttentionError | KernelError | None:
+def local_error(bound: BoundPlan, inputs: Inputs) -> AttentionError | KernelError | None:
     """What is wrong on this rank, or None."""
     misfit = (
         _misfit(bound, inputs)
@@ -130,7 +129,7 @@ def _misfit(bound: BoundPlan, inputs: Inputs) -> str:
             return f"{name} must be (batch, heads, tokens, head dim), got shape {tuple(tensor.shape)}"
         if tensor.dtype != query.dtype or tensor.device != query.device:
             return f"{name} must be {query.dtype} on {query.device} like query, got {tensor.dtype} on {tensor.device}"
-    key, value = inputs.keys
+    key, value = inputs.key_value
     shapes = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}{' as expanded' if latent else ''}"
     if query.dtype not in DTYPES:
         return f"query must be float32, bfloat16, float16 or float64, got {dtype_name(query.dtype)}"
@@ -144,7 +143,7 @@ def _misfit(bound: BoundPlan, inputs: Inputs) -> str:
         return f"query heads must be a multiple of key heads, got {query.shape[1]} and {key.shape[1]}"
     if latent and bound.plan.degree > 1:
         return (
-            f"strategy: {name_of(bound.plan.strategy)} exchanges heads, and a latent has none; use 'ring', 'gather', "
+            f"strategy: {bound.plan.strategy_name} exchanges heads, and a latent has none; use 'ring', 'gather', "
             "'needed' or 'auto', on a mesh of one axis, or expand it before"
         )
     if bound.plan.mask.heads not in (1, query.shape[1]):
@@ -227,7 +226,7 @@ def device_memory(device: torch.device) -> float:
 
 def _ask_kernel(bound: BoundPlan, inputs: Inputs) -> None:
     """Raise what the kernel would at any tile of this rank."""
-    spec, tensors = bound.spec(inputs), (inputs.query, *inputs.keys)
+    spec, tensors = bound.spec(inputs), (inputs.query, *inputs.key_value)
     plan = bound.plan
     tiles = [tile for row in range(plan.rows) for step in plan.steps(bound.rank, row) for tile in step.tiles]
     for tile in {(tile.kind, tile.needs_mask_mod, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
@@ -238,7 +237,7 @@ def _ask_kernel(bound: BoundPlan, inputs: Inputs) -> None:
 def _words(bound: BoundPlan, inputs: Inputs) -> dict[str, str]:
     """A description of what this rank runs, by name: equal on ranks that run the same plan on the same shapes."""
     query, plan = inputs.query, bound.plan
-    mods, rows, (key, value) = bound.mods(query), range(plan.rows), inputs.keys
+    mods, rows, (key, value) = bound.mods(query), range(plan.rows), inputs.key_value
     return {
         "batch": str(query.shape[0]),
         "heads": str(query.shape[1]),

@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     expander: Expander | None = None  # of a latent, which is then the key, beside a value of no size
 
     @property
-    def keys(self) -> tuple[Tensor, Tensor]:
+    def key_value(self) -> tuple[Tensor, Tensor]:
         """Key and value as kernels see them, or what stands in for those of a latent."""
         return (self.key, self.value) if self.expander is None else self.expander.stand_ins(self.key)
 
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     @property
     def shape(self) -> Shape | None:
         """What a choice of strategy depends on; None for tensors that will be refused."""
-        query, (key, value) = self.query, self.keys
+        query, (key, value) = self.query, self.key_value
         latent = None if self.expander is None else self.key.shape[3]
         try:
             sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.shape[0]

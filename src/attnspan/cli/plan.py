@@ -28,7 +28,6 @@ from attnspan.plan.choose import Candidate, checked_memory, predicted, sampled_r
 from attnspan.plan.cost import PRESETS
 from attnspan.plan.drawing import in_bytes, in_seconds
 from attnspan.plan.recurrent import RecurrentCost
-from attnspan.plan.strategy import name_of
 
 
 def plan(
@@ -68,7 +67,7 @@ def plan(
         how["recurrent"] = RecurrentCost.of(over, machine, backward=not inference)
         found = predicted(made, shape, machine, limit=limit or inf, **how)
         if found.refused:
-            raise PlanError(f"--memory: {name_of(made.strategy)} {found.refused}; use more ranks or another strategy")
+            raise PlanError(f"--memory: {made.strategy_name} {found.refused}; use more ranks or another strategy")
         if as_json:
             per_rank = [rank_data(made, rank) for rank in sampled_ranks(made)]  # all ranks, or a sample of many
             typer.echo(json.dumps({**candidate_data(found), "per_rank": per_rank}, indent=2))
@@ -134,7 +133,7 @@ def text(choice: Choice, inference: bool) -> str:
             f"{what} on {machine.name}: {machine.note}",
             choice.explain(),
             "",
-            f"take {name_of(best.plan.strategy)} with {type(best.plan.layout).__name__}: "
+            f"take {best.plan.strategy_name} with {type(best.plan.layout).__name__}: "
             f"{in_seconds(best.seconds)} predicted, {in_bytes(best.peak)} of keys at most, "
             f"{in_seconds(best.timeline.exposed)} of it waiting",
             *([f"recurrent layers: {best.recurrent}"] if best.recurrent else []),
@@ -147,14 +146,14 @@ def data(choice: Choice) -> dict[str, Any]:
     """The comparison for machines."""
     return {
         "hardware": choice.hardware.name,
-        "chosen": name_of(choice.plan.strategy),
+        "chosen": choice.plan.strategy_name,
         "candidates": [candidate_data(candidate) for candidate in choice.candidates],
     }
 
 
 def candidate_data(candidate: Candidate) -> dict[str, Any]:
     return {
-        "strategy": name_of(candidate.plan.strategy),
+        "strategy": candidate.plan.strategy_name,
         "layout": type(candidate.plan.layout).__name__,
         "ranks": candidate.plan.ranks,
         "seq_len": candidate.plan.seq_len,

@@ -38,10 +38,10 @@ Command = AddCommand | CancelCommand | StopCommand
 KINDS = (AddCommand, CancelCommand, StopCommand)
 
 
-def packed(commands: Sequence[Command]) -> bytes:
+def encode_commands(commands: Sequence[Command]) -> bytes:
     """Commands as they travel to other ranks. JSON, which can hold no code.
 
-    >>> unpacked(packed([AddCommand(3, [[5, 6]], [SamplingParams(n=2)], "salt", 0), StopCommand()]))[1]
+    >>> decode_commands(encode_commands([AddCommand(3, [[5, 6]], [SamplingParams(n=2)], "salt", 0), StopCommand()]))[1]
     StopCommand()
     """
 
@@ -54,8 +54,8 @@ def packed(commands: Sequence[Command]) -> bytes:
     return json.dumps([[KINDS.index(type(command)), *fields(command)] for command in commands]).encode()
 
 
-def unpacked(content: bytes) -> list[Command]:
-    """What was packed."""
+def decode_commands(content: bytes) -> list[Command]:
+    """The commands that were encoded."""
     found: list[Command] = []
     for kind, *fields in json.loads(content):
         if KINDS[kind] is AddCommand:

@@ -57,14 +57,14 @@ class Draws:
         def column(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)
 
-        asked_of = tuple(zip(*draws, strict=True))
-        self.temperatures = column(asked_of[0])
+        columns = tuple(zip(*draws, strict=True))
+        self.temperatures = column(columns[0])
         self.cuts: list[tuple[Cut, RowSelection, Tensor]] = []
         for option, (cut, neutral) in CUTS.items():
-            asked = asked_of[option]
-            if asked.count(neutral) < len(asked):
-                rows = RowSelection([row for row, each in enumerate(asked) if each != neutral], len(asked), device)
-                self.cuts.append((cut, rows, column([asked[row] for row in rows.places])))
+            values = columns[option]
+            if values.count(neutral) < len(values):
+                rows = RowSelection([row for row, each in enumerate(values) if each != neutral], len(values), device)
+                self.cuts.append((cut, rows, column([values[row] for row in rows.places])))
 
 
 def draw_tokens(logits: Tensor, draws: Draws, numbers: Tensor) -> Tensor:
@@ -87,9 +87,9 @@ def probabilities(logits: Tensor, draws: Draws) -> Tensor:
     scores = logits.double()
     scores = scores - scores.amax(-1, keepdim=True)  # the likeliest is 0, however small a number it is divided by
     scores = scores / draws.temperatures
-    for cut, rows, asked in draws.cuts:
+    for cut, rows, limits in draws.cuts:
         some = rows.read(scores)
-        scores = rows.write(scores, some.masked_fill(cut(some, asked), -torch.inf))
+        scores = rows.write(scores, some.masked_fill(cut(some, limits), -torch.inf))
     return scores.softmax(-1)
 
 

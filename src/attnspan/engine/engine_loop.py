@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from attnspan.engine.commands import AddCommand, CancelCommand, Command, unpacked
+from attnspan.engine.commands import AddCommand, CancelCommand, Command, decode_commands
 from attnspan.engine.llm_engine import LLMEngine
 from attnspan.engine.request import Request, Token
 from attnspan.errors import EngineError
@@ -99,6 +99,6 @@ def follow(engine: LLMEngine) -> None:
         raise EngineError("follow is for the ranks beside rank 0; rank 0 makes an AsyncEngine of its engine")
     loop = EngineLoop(engine)
     while not loop.stopped:
-        loop.round(unpacked(transport.agree(b"", "commands of an engine")[0]))
+        loop.round(decode_commands(transport.agree(b"", "commands of an engine")[0]))
         if engine.failure is not None:
             raise engine.failure

@@ -126,15 +126,15 @@ class KVCacheManager:
         later ones are needed. `newcomer` is the number of tokens of one more sample, which has no pages yet.
         """
         for group in self.groups:
-            asked, extra = batch, 0
+            counted, extra = batch, 0
             if group.states:
-                asked = [(seq, min(new, group.allocator.page_size)) for seq, new in batch]
+                counted = [(seq, min(new, group.allocator.page_size)) for seq, new in batch]
             elif chunk is not None and group.window is not None:
-                asked = [(seq, min(new, group.window + chunk)) for seq, new in batch]
+                counted = [(seq, min(new, group.window + chunk)) for seq, new in batch]
             if newcomer:
                 extra = group.max_pages(newcomer, newcomer if chunk is None else chunk)
             extra += 0 if group.states else spare  # a state that is needed is in the batch already
-            if not group.allocator.reserve(group.allocator.needs(asked) + extra):
+            if not group.allocator.reserve(group.allocator.needs(counted) + extra):
                 return False
         return True
 

@@ -96,12 +96,12 @@ class LogitsRules:
             params.frequency_penalty or 0.0,
             params.presence_penalty or 0.0,
         )
-        asked = (
+        options = (
             biases, endings, params.allowed_tokens, penalties != NO_PENALTIES, params.no_repeat_ngram_size,
             params.begin_suppress_tokens, grammar, params.forced_bos_token_id is not None, params.forced_eos_token_id,
             ends and (params.min_new_tokens or params.min_length or params.exponential_decay_length_penalty),
         )  # fmt: skip
-        if not any(asked):
+        if not any(options):
             return None
         lengths = tuple({len(tokens) for tokens in endings})
         used = penalties if penalties != NO_PENALTIES else None
@@ -237,10 +237,10 @@ class Biases(NamedTuple):
 class Penalties:
     """The penalties of rows, as columns; None where no row has any."""
 
-    def __init__(self, asked: Sequence[tuple[float, float, float]], device: torch.device) -> None:
+    def __init__(self, penalties: Sequence[tuple[float, float, float]], device: torch.device) -> None:
         self.repetition, self.frequency, self.presence = (
             torch.tensor(values, device=device).unsqueeze(-1) if set(values) != {neutral} else None
-            for values, neutral in zip(zip(*asked, strict=True), NO_PENALTIES, strict=True)
+            for values, neutral in zip(zip(*penalties, strict=True), NO_PENALTIES, strict=True)
         )
 
     def apply(self, scores: Tensor, counts: Tensor) -> Tensor:

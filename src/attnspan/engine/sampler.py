@@ -77,20 +77,20 @@ class SamplingMetadata:
             ]
         self.samples = tuple([sample for sample, _, _ in rows]) if lasting else None  # of the batches that they are for
         self.made_for = vocabulary, device
-        asked = [requests[sample.request_number] for sample, _, _ in rows]
+        sampling = [requests[sample.request_number] for sample, _, _ in rows]
         count = len(rows)
-        self.wants = [each.logprobs for each in asked]
+        self.wants = [each.logprobs for each in sampling]
         self.wanted = RowSelection.where([want is not None for want in self.wants], count, device)
-        self.drawn = RowSelection.where([each.draw is not GREEDY for each in asked], count, device)
+        self.drawn = RowSelection.where([each.draw is not GREEDY for each in sampling], count, device)
         if self.drawn is not None:
             some = [rows[row] for row in self.drawn.places]
-            self.draws = Draws([asked[row].draw for row in self.drawn.places], device)
+            self.draws = Draws([sampling[row].draw for row in self.drawn.places], device)
             seeds = torch.tensor([requests[sample.request_number].seed for sample, _, _ in some], device="cpu")
             self._streams = streams(seeds, torch.tensor([number for _, number, _ in some], device="cpu"))
             self._draft_offsets = torch.tensor([offset for _, _, offset in some], device="cpu")
             self._tokens = [sample.tokens for sample, _, _ in some]
-        ruled = [(row, each.rules) for row, each in zip(rows, asked, strict=True) if each.rules is not None]
-        self.ruled = RowSelection.where([each.rules is not None for each in asked], count, device)
+        ruled = [(row, each.rules) for row, each in zip(rows, sampling, strict=True) if each.rules is not None]
+        self.ruled = RowSelection.where([each.rules is not None for each in sampling], count, device)
         if self.ruled is not None:
             keyed = [
                 LogitsRow((sample.request_number, number), sample.tokens, sample.prompt_length)

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from attnspan.engine.commands import AddCommand, CancelCommand, Command, StopCommand, packed
+from attnspan.engine.commands import AddCommand, CancelCommand, Command, StopCommand, encode_commands
 from attnspan.engine.engine_loop import EngineLoop
 from attnspan.engine.llm_engine import LLMEngine
 from attnspan.engine.params import SamplingParams
@@ -199,7 +199,7 @@ class SteppingThread:
     def _round(self) -> None:
         commands = self._commands()
         if self.engine.transport is not None:
-            self.engine.transport.agree(packed(commands), "commands of an engine")
+            self.engine.transport.agree(encode_commands(commands), "commands of an engine")
         done = self._loop.round(commands)
         self.stats = self.engine.stats()
         for number, refusal in done.refused.items():

@@ -18,7 +18,6 @@ from attnspan.layouts import Layout
 from attnspan.layouts.layout import Shards, imbalance
 from attnspan.masks import Mask
 from attnspan.plan import Hardware, Plan, Shape
-from attnspan.plan.strategy import name_of
 from attnspan.plan.timeline import predict
 
 STRATEGIES = ("gather", "ring", "needed(1)", "needed(2)", "needed(4)", "ulysses")
@@ -110,7 +109,7 @@ def _timelines(drawn: Drawn, layout: Layout, strategy: str, labels: dict[str, in
         ranks = [first, *(_events(plan, rank, drawn, labels) for rank in range(1, plan.ranks))]
     except PlanError:
         return None
-    return {"name": name_of(plan.strategy), "ranks": ranks, "end": max(e[2] for events in ranks for e in events)}
+    return {"name": plan.strategy_name, "ranks": ranks, "end": max(e[2] for events in ranks for e in events)}
 
 
 def _events(plan: Plan, rank: int, drawn: Drawn, labels: dict[str, int]) -> Sequence[tuple[int, float, float, int]]:

@@ -40,7 +40,7 @@ from attnspan.kernels.adding import add_into
 from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles, Traits
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
-from attnspan.kernels.segments import BackwardCall, CallLayer, Coverage, SegmentCall, packed
+from attnspan.kernels.segments import BackwardCall, CallLayer, Coverage, SegmentCall, packed_calls
 from attnspan.packages import installed_version, takes
 
 name = "flash4"
@@ -139,7 +139,7 @@ def _pads_alike(dim: int) -> bool:
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
     """Layer by layer, into the total."""
     q, k, v = last_dim_dense(q, k, v)
-    for layer in packed(region.tiles).forward:
+    for layer in packed_calls(region.tiles).forward:
         out, lse = _layer(spec, q, k, v, layer)
         for span in layer.spans:
             at = _within(span, layer.rows)
@@ -152,7 +152,7 @@ def backward(
     """Call by call, to where gradients stay or leave from."""
     q, k, v, out, grad = last_dim_dense(q, k, v, final.out.to(q.dtype), final.grad.to(q.dtype))
     lse, grad_lse = final.lse, None if final.grad_lse is None else final.grad_lse.to(final.lse.dtype)
-    calls, into = packed(region.tiles), grads.open()
+    calls, into = packed_calls(region.tiles), grads.open()
     sums = (
         _GradientSum(into.dq, "rows", calls.rows, q.dtype, begun=into.add_rows),
         _GradientSum(into.dk, "cols", calls.cols, q.dtype, begun=into.add_keys),

@@ -156,7 +156,7 @@ def with_derivatives(traced: TracedMod, nodes: list[fx.Node], wanted: list[int])
                 inside[node].kwargs = {**inside[node].kwargs, "device": torch.device("cpu")}
     graph.output(inside[traced.result])
     graph.eliminate_dead_code()
-    asked = fx.GraphModule(torch.nn.Module(), graph)
+    module = fx.GraphModule(torch.nn.Module(), graph)
 
     def both(score: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         looked = list(given[len(INDICES) :])
@@ -164,7 +164,7 @@ def with_derivatives(traced: TracedMod, nodes: list[fx.Node], wanted: list[int])
         def changed(score: Tensor, *some: Tensor) -> Tensor:
             for i, x in zip(wanted, some, strict=True):
                 looked[i] = x
-            found: Tensor = asked(score, *given[: len(INDICES)], *looked)
+            found: Tensor = module(score, *given[: len(INDICES)], *looked)
             return found
 
         vjp: Any = torch.func.vjp

@@ -135,7 +135,7 @@ class Calls:
     >>> from attnspan.masks import Causal
     >>> from attnspan.plan import Plan
     >>> (step,) = Plan(Causal(), HeadTail(ranks=2), seq_len=8, strategy="gather").steps(rank=0)
-    >>> print(packed(step.tiles))
+    >>> print(packed_calls(step.tiles))
     forward: [2, 4) x [0, 8) and [0, 2) x [0, 2) within None..0
     backward: [2, 4) x [0, 8) within None..0
     backward: [0, 2) x [0, 2) within None..0
@@ -152,7 +152,7 @@ class Calls:
 
 
 @lru_cache(maxsize=2048)
-def packed(tiles: Tiles) -> Calls:
+def packed_calls(tiles: Tiles) -> Calls:
     """The calls that compute tiles, as few as can be found."""
     segments = [Segment.of(tile) for tile in joined_tiles(tiles)]
     groups = _by_window([segment for segment in segments if segment.is_dense])

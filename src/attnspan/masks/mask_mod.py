@@ -31,7 +31,7 @@ from attnspan.masks.mask import Mask, MaskFunction, Rule, Space
 from attnspan.masks.program import Program
 from attnspan.masks.question import Question
 from attnspan.masks.snapshot import Snapshot
-from attnspan.masks.tracing import name_of
+from attnspan.masks.tracing import function_name
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -87,7 +87,7 @@ class MaskMod(Mask):
 
     def _check(self, q_len: int, kv_len: int, row: int) -> None:
         if self.lengths is not None and self.lengths != (q_len, kv_len):
-            raise MaskError(f"{name_of(self.fn)} is for lengths {self.lengths}, got {(q_len, kv_len)}")
+            raise MaskError(f"{function_name(self.fn)} is for lengths {self.lengths}, got {(q_len, kv_len)}")
 
     def check_fresh(self) -> None:
         self.snapshot.check_current()
@@ -112,7 +112,7 @@ class MaskMod(Mask):
 
     def __repr__(self) -> str:
         told = [f"{name}={getattr(self, name)}" for name in ("rows", "heads") if getattr(self, name) > 1]
-        return f"MaskMod({', '.join([name_of(self.fn), *told])})"
+        return f"MaskMod({', '.join([function_name(self.fn), *told])})"
 
 
 def check_reads(program: Program, rows: int, heads: int, usage: str) -> None:

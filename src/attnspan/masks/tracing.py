@@ -44,7 +44,7 @@ def traced(
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    name = name_of(fn)
+    name = function_name(fn)
     examples = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDICES]
     if score is not None:
         examples.insert(0, torch.zeros((), dtype=score, device=device))
@@ -70,7 +70,7 @@ def traced(
     return replace(program, reads_values=reads)
 
 
-def name_of(fn: object) -> str:
+def function_name(fn: object) -> str:
     """What a function is called, that of a partial by what it calls."""
     inner = getattr(fn, "func", fn)
     return getattr(inner, "__name__", type(inner).__name__)

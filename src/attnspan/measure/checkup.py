@@ -24,7 +24,7 @@ from attnspan.errors import TransportError
 from attnspan.layouts import Balanced
 from attnspan.masks import Causal, Documents, Mask
 from attnspan.plan import Link, Plan, Shape
-from attnspan.plan.traffic import arriving
+from attnspan.plan.traffic import received_bytes
 from attnspan.transports import Counting, Transport
 
 BOUND = 2e-5
@@ -135,7 +135,7 @@ def run_strategy(trial: Trial, strategy: str, world: Transport) -> Finding:
     found = differentiated([x[:, :, own].to(world.device) for x in trial.inputs], counted)
     pairs = zip(found, trial.expected, strict=True)
     error = max(float((a.cpu() - b[:, :, own]).abs().max()) for a, b in pairs)
-    return Finding(strategy, error, received, arriving(plan, trial.shape, world.rank).forward)
+    return Finding(strategy, error, received, received_bytes(plan, trial.shape, world.rank).forward)
 
 
 def dense(mask: Mask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnspan.attention import Attention
-from attnspan.attention.agreement import refusal
+from attnspan.attention.agreement import local_error
 from attnspan.attention.inputs import Inputs
 from attnspan.attention.tuned import NO_TUNING, GroupTuning, hardware_for
 from attnspan.dtypes import LONG_NAMES
@@ -29,7 +29,6 @@ from attnspan.masks import Mask
 from attnspan.measure.watched import Watched, again
 from attnspan.plan import Hardware, Plan, Shape, Timeline, predict
 from attnspan.plan.choose import choice_for
-from attnspan.plan.strategy import name_of
 from attnspan.transports import Transport, World
 from attnspan.transports.consensus import all_gather_object
 
@@ -118,7 +117,7 @@ class Bench:
         watched = Watched(self.transport)
         attend = Attention(plan, watched, kernel=kernel, keep_keys=False)
         q, k, v, grad = self.work.tensors(self.transport.rank, self.transport.device)
-        wrong = refusal(attend.bound, Inputs(q, k, v))
+        wrong = local_error(attend.bound, Inputs(q, k, v))
         complaints = set(all_gather_object(self.transport, "" if wrong is None else str(wrong), "refusals")) - {""}
         if complaints:
             return Measured(strategy, kernel, refused="; ".join(sorted(complaints)))
@@ -129,7 +128,7 @@ class Bench:
             kernel,
             seconds,
             self._predicted(timelines),
-            chosen=name_of(plan.strategy) if strategy == AUTO else "",
+            chosen=plan.strategy_name if strategy == AUTO else "",
         )
         if self.virtual:
             return measured

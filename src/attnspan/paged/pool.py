@@ -174,16 +174,16 @@ class PagePool(PageTensors, PagedKVCache):
         metadata = plan.metadata
         self._check_query(query, plan, spec)
         scale = spec.head_dim**-0.5 if options.scale is None else float(options.scale)
-        asked = self._scoring(options.mask, spec.window, plan, query.shape[1])
+        scoring = self._scoring(options.mask, spec.window, plan, query.shape[1])
         if scale <= 0:  # kernels get one above 0, as libraries mask with -inf before they multiply
             query, scale = (-query, -scale) if scale else (query * 0, 1.0)
-        asked = replace(asked, scale=scale, score_mod=options.score_mod)
-        self._check_window(asked, plan)
-        if plan.shared and asked.program:
-            raise MaskError(f"a plan made with share=True serves causal masks and windows, got a {asked.program}")
+        scoring = replace(scoring, scale=scale, score_mod=options.score_mod)
+        self._check_window(scoring, plan)
+        if plan.shared and scoring.program:
+            raise MaskError(f"a plan made with share=True serves causal masks and windows, got a {scoring.program}")
 
         def read(metadata: PagedMetadata, query: Tensor) -> tuple[Tensor, Tensor]:
-            of = asked, metadata, query, self.keys[index], self.values[index]
+            of = scoring, metadata, query, self.keys[index], self.values[index]
             return choose_paged_kernel(options.kernel, *of).forward(*of)
 
         return self._cascade(read, plan, query) if plan.shared else read(metadata, query)
@@ -250,10 +250,10 @@ class PagePool(PageTensors, PagedKVCache):
             )
         self._check("query", query, (plan.tokens, heads, spec.head_dim), spec.dtype)
 
-    def _check_window(self, asked: Scoring, plan: StepPlan) -> None:
+    def _check_window(self, scoring: Scoring, plan: StepPlan) -> None:
         most = plan.max_window
-        if most is not None and (asked.window is None or asked.window > most):
-            sees = "everything" if asked.window is None else f"a window of {asked.window}"
+        if most is not None and (scoring.window is None or scoring.window > most):
+            sees = "everything" if scoring.window is None else f"a window of {scoring.window}"
             raise PageError(
                 f"the layer sees {sees}, but pages were released that leave a window of {most}; release less, or "
                 "keep layers of different windows in pools of their own"

@@ -47,7 +47,6 @@ from attnspan.plan import Hardware, Plan, RecurrentLayers, Shape
 from attnspan.plan.choose import choice_for
 from attnspan.plan.drawing import in_seconds
 from attnspan.plan.local_blocks import local_block_mask
-from attnspan.plan.strategy import name_of
 
 MAX_KEPT = 16
 """How many BlockMasks, score_mods, and attentions made of them, a session caches."""
@@ -104,15 +103,15 @@ class Attentions:
         self._scores: OrderedDict[object, Score] = OrderedDict()
 
     def attention_for(
-        self, asked: str | Mask | BlockMask | None, scale: float | None, score_mod: ScoreFunction | None
+        self, wanted: str | Mask | BlockMask | None, scale: float | None, score_mod: ScoreFunction | None
     ) -> BoundAttention:
         """See `ContextParallel.attention_for`, and [Note: bound attention]."""
         if torch.compiler.is_compiling():
             raise AttentionError("under torch.compile, call cp.attention_for(...) outside and use its result inside")
-        if isinstance(asked, BoundAttention):
-            raise AttentionError(f"mask is an attention already: {asked!r}")
+        if isinstance(wanted, BoundAttention):
+            raise AttentionError(f"mask is an attention already: {wanted!r}")
         self.core.check_scale(scale)
-        own, mask = self._mask(self.core.mask_name(None) if asked is None else asked, None)
+        own, mask = self._mask(self.core.mask_name(None) if wanted is None else wanted, None)
         score = None if score_mod is None else self._score(score_mod, DTYPES)
         attend = self._attention(own, mask, score, scale).variant(watched=mask)
         attend.captured = Captured([], []) if score is None else score.captured  # not those of an equal score_mod
@@ -141,15 +140,15 @@ class Attentions:
         if shape is None:
             return "attention has not run: strategies are compared for the shapes of its tensors"
         machine, hardware = self._machine.hardware(shape), self.hardware(shape)
-        how = {"keep_keys": call.keep_keys, "recurrent": recurrent}
-        lines = [choice_for(plan, shape=shape, hardware=hardware, **how).explain()]
+        options = {"keep_keys": call.keep_keys, "recurrent": recurrent}
+        lines = [choice_for(plan, shape=shape, hardware=hardware, **options).explain()]
         if not hardware.links:
             unmeasured = "virtual ranks" if machine is None else "one rank, strategy given, or ATTNSPAN_LINK=none"
             lines.append(f"link: {hardware.inside}, that of {hardware.name}; not measured ({unmeasured})")
         lines += call.programs
         took = call.uses.took("forward", (plan, shape)).seconds + call.uses.took("backward", (plan, shape)).seconds
         given = "" if call.auto else ", as given"
-        return "\n".join([*lines, f"ran: {name_of(plan.strategy)}{given}; measured {in_seconds(took)}"])
+        return "\n".join([*lines, f"ran: {plan.strategy_name}{given}; measured {in_seconds(took)}"])
 
     def hardware(self, shape: Shape) -> Hardware:
         """The hardware that predictions use; on virtual ranks a preset."""

@@ -17,7 +17,7 @@ from attnspan.errors import MaskError
 from attnspan.masks import Mask
 from attnspan.masks.listed import listing
 from attnspan.masks.mask import MaskFunction
-from attnspan.masks.tracing import name_of, traced
+from attnspan.masks.tracing import function_name, traced
 
 
 class ReadBlockMask:
@@ -57,6 +57,6 @@ def for_single(fn: MaskFunction, rows: int, heads: int, *, device: torch.device)
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return fn(zero if row else b, zero if head else h, q_idx, kv_idx)
 
-    mask_mod.__name__ = name_of(fn)
+    mask_mod.__name__ = function_name(fn)
     vars(mask_mod)["single"] = (row, head)
     return mask_mod

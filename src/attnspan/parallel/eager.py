@@ -4,7 +4,7 @@
 
 [Note: frames of our own] At a graph break, torch.compile goes on to compile the functions that are called there, one by
 one. This library's code between the user and torch is called with all kinds of arguments, and would be compiled until
-the recompilation limit is reached. `run_eagerly` tells dynamo to skip such frames; as part of a user's function they
+the recompilation limit is reached. `skip_frames` tells dynamo to skip such frames; as part of a user's function they
 are traced as usual.
 """
 
@@ -32,7 +32,7 @@ def eagerly(function: Callable[P, R]) -> Callable[P, R]:
     return _DISABLED[function]
 
 
-def run_eagerly(code: CodeType, *, callees: bool = True) -> None:
+def skip_frames(code: CodeType, *, callees: bool = True) -> None:
     """Have torch.compile skip frames of a code object, and their callees. See [Note: frames of our own]."""
     try:
         from torch._C._dynamo import eval_frame

@@ -28,7 +28,7 @@ from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.call_args import FlexArgs, FlexResult
-from attnspan.parallel.eager import eagerly, run_eagerly
+from attnspan.parallel.eager import eagerly, skip_frames
 from attnspan.parallel.flex_checks import check_args, check_bound, check_single, check_unsplit
 from attnspan.parallel.guards import Entry
 from attnspan.parallel.run_attention import run_attention
@@ -64,4 +64,4 @@ def flex_attention(
     return (out, lse) if args.return_lse else out
 
 
-run_eagerly(flex_attention.__code__)
+skip_frames(flex_attention.__code__)

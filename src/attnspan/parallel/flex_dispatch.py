@@ -30,7 +30,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 from attnspan.assumptions import Assumption
-from attnspan.parallel.eager import run_eagerly
+from attnspan.parallel.eager import skip_frames
 
 _FLEX = torch_flex.flex_attention
 _LOCK = RLock()  # garbage collection may end a block in any thread, at any time
@@ -107,8 +107,8 @@ _CODE = _replacement.__code__.replace(co_name=_FLEX.__name__)
 
 
 # A thread without a block may have compiled flex_attention itself: torch's own code is then compiled as usual.
-run_eagerly(_CODE, callees=False)
-run_eagerly(dispatch.__code__, callees=False)
+skip_frames(_CODE, callees=False)
+skip_frames(dispatch.__code__, callees=False)
 
 torch_flex_attention = FunctionType(
     _FLEX.__code__, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__

@@ -27,7 +27,6 @@ from attnspan.errors import AttentionError
 from attnspan.masks.drawing import shortened
 from attnspan.plan import Hardware, Plan, Shape, predict
 from attnspan.plan.drawing import in_seconds, table
-from attnspan.plan.strategy import name_of
 from attnspan.plan.timeline import Event
 from attnspan.transports import Transport
 
@@ -66,7 +65,7 @@ class PassProfile:
             for row in self.rows
         ]
         title = (
-            f"{self.direction}, {shortened(repr(self.plan.mask), 50)}, {name_of(self.plan.strategy)}, rank {self.rank} "
+            f"{self.direction}, {shortened(repr(self.plan.mask), 50)}, {self.plan.strategy_name}, rank {self.rank} "
             f"of {self.plan.ranks}\npredicted {in_seconds(self.predicted)}, measured {in_seconds(self.measured)} "
             f"(median of {self.passes})"
         )

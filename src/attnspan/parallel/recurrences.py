@@ -78,10 +78,10 @@ class Recurrences:
         said: str | RecurrenceError | ShardError
         try:
             self._check(rule, initial)
-            how = chosen(kernel, rule)
+            by = chosen(kernel, rule)
             given = "" if initial is None else f", from {initial.dtype} states"
             said = f"recurrence {rule}{given}{', to final states' if final else ''}, documents {self._digest}"
-            said += "" if how is None else f", by {how.name}"
+            said += "" if by is None else f", by {by.name}"
         except (RecurrenceError, ShardError) as refusal:
             said = refusal
         except MaskError as refusal:
@@ -95,7 +95,7 @@ class Recurrences:
         if initial is not None:
             initial = recurrence.states(initial.to(rule.dtype), rule)
         self._count(rule)
-        out, ends = recurrence.run(rule, initial, name, how)
+        out, ends = recurrence.run(rule, initial, name, by)
         return out, self._gathered(ends, name) if final else None
 
     def _gathered(self, ends: Tensor, name: str) -> Tensor:

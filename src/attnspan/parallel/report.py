@@ -19,8 +19,7 @@ from attnspan.attention.uses import PassTime, Uses
 from attnspan.errors import AttentionError, integer
 from attnspan.plan import Hardware, Plan, Shape, predict
 from attnspan.plan.drawing import in_bytes, in_seconds, table
-from attnspan.plan.strategy import name_of
-from attnspan.plan.traffic import NOTHING, Bytes, arriving
+from attnspan.plan.traffic import NOTHING, Bytes, received_bytes
 
 ENOUGH = 3
 """Passes that are timed before a prediction is doubted: the first ones compile, and allocate."""
@@ -54,13 +53,13 @@ class ReportLine:
 
     @property
     def strategy(self) -> str:
-        return name_of(self.plan.strategy)
+        return self.plan.strategy_name
 
     @property
     def received(self) -> Bytes:
         """Bytes that arrived in forward passes (replays too), and in backward passes."""
         plan, shape, rank, rounds = self.plan, self.shape, self.rank, self.machine.rounds
-        each, kept = (arriving(plan, shape, rank, kept=kept, rounds=rounds) for kept in (False, True))
+        each, kept = (received_bytes(plan, shape, rank, kept=kept, rounds=rounds) for kept in (False, True))
         backward = (self.backwards - self.from_kept) * each.backward + self.from_kept * kept.backward
         return Bytes((self.calls + self.replays) * each.forward, backward)
 
@@ -85,8 +84,9 @@ class ReportLine:
         hardware = self.machine.hardware(self.shape)
         if hardware is None:
             return 0.0
-        how = {"backward": self.backward.passes > 0, "keep_keys": 2 * self.from_kept > self.backwards}
-        return predict(self.plan, self.rank, self.shape, hardware, **how).seconds
+        backward, keeps = self.backward.passes > 0, 2 * self.from_kept > self.backwards
+        timeline = predict(self.plan, self.rank, self.shape, hardware, backward=backward, keep_keys=keeps)
+        return timeline.seconds
 
     @property
     def warning(self) -> str:

@@ -30,7 +30,7 @@ from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
 from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs, flex_args, sdpa_args
 from attnspan.parallel.compiled_checkpoints import enter_empty_block
-from attnspan.parallel.eager import eagerly, run_eagerly
+from attnspan.parallel.eager import eagerly, skip_frames
 from attnspan.parallel.flex_dispatch import FlexMode, raised_in_flex
 from attnspan.parallel.guards import Entry
 from attnspan.parallel.handler import Handler
@@ -169,7 +169,7 @@ class AttentionMode(FlexMode):
         return entered
 
 
-run_eagerly(AttentionMode.__torch_function__.__code__)
+skip_frames(AttentionMode.__torch_function__.__code__)
 
 
 def _eager_flex(handler: Handler, args: FlexArgs) -> FlexResult:
@@ -233,11 +233,11 @@ def _intercepts() -> bool:
     x, weight = torch.ones(2, 1, 4, device="cpu"), torch.ones(12, 4, device="cpu")
     # No module is made for it, which would draw random numbers.
     given = (x, x, x, 4, 1, weight, weight[:, 0], None, None, False, 0.0, weight[:4], weight[:4, 0], False, None, False)
-    asked: list[SdpaArgs] = []
+    seen: list[SdpaArgs] = []
 
     def attend(*args: object, **kwargs: object) -> Tensor:
-        asked.append(sdpa_args(*args, **kwargs))
-        return asked[-1].value
+        seen.append(sdpa_args(*args, **kwargs))
+        return seen[-1].value
 
     with _ModeProbe() as probe:
         current = _get_current_function_mode() is probe
@@ -247,7 +247,7 @@ def _intercepts() -> bool:
     check_weights(given, {})
     both = F.scaled_dot_product_attention in probe.seen and F.multi_head_attention_forward in probe.seen
     places = list(inspect.signature(F.multi_head_attention_forward).parameters)
-    return current and both and len(asked) == 1 and places[multihead.NEED_WEIGHTS] == "need_weights"
+    return current and both and len(seen) == 1 and places[multihead.NEED_WEIGHTS] == "need_weights"
 
 
 MODE_INTERCEPTS = Assumption(

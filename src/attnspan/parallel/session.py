@@ -42,7 +42,7 @@ from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
-from attnspan.parallel.eager import run_eagerly
+from attnspan.parallel.eager import skip_frames
 from attnspan.parallel.family import Family
 from attnspan.parallel.flex import flex_attention
 from attnspan.parallel.handler import SessionHandler
@@ -495,7 +495,7 @@ class ContextParallel:
         return f"ContextParallel(rank {self.rank} of {self.ranks}, {self.seq_len} tokens, {masks}, {self.layout!r})"
 
 
-run_eagerly(ContextParallel.flex_attention.__code__)
+skip_frames(ContextParallel.flex_attention.__code__)
 
 
 def _key(masks: Mapping[str, Mask], seq_len: int, layout: Layout | str) -> object:

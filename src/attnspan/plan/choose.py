@@ -25,9 +25,9 @@ from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.drawing import in_bytes, in_seconds, table
 from attnspan.plan.plan import Plan
 from attnspan.plan.recurrent import RecurrentCost, RecurrentLayers
-from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses, name_of
+from attnspan.plan.strategy import Gather, Needed, Ring, Strategy, Ulysses
 from attnspan.plan.timeline import Timeline, predict
-from attnspan.plan.traffic import arriving
+from attnspan.plan.traffic import received_bytes
 
 KeepKeys = bool | Literal["auto"]
 
@@ -61,8 +61,9 @@ class Candidate:
     @property
     def moved(self) -> int:
         """The most bytes that arrive at a rank in a call, of those looked at; counted when asked for."""
-        how: Any = {"kept": self.kept is not None, "rounds": self.rounds}
-        arrives = [arriving(self.plan, self.shape, rank, **how) for rank in sampled_ranks(self.plan)]
+        kept, rounds = self.kept is not None, self.rounds
+        ranks = sampled_ranks(self.plan)
+        arrives = [received_bytes(self.plan, self.shape, rank, kept=kept, rounds=rounds) for rank in ranks]
         return max(each.forward + (each.backward if self.backward else 0) for each in arrives)
 
     @property
@@ -108,7 +109,7 @@ class Choice:
         head = ["strategy", "layout", "imbalance", "moved/rank", "peak KV", *kept, *besides, "predicted", "why"]
         lines = [
             [
-                name_of(c.plan.strategy),
+                c.plan.strategy_name,
                 type(c.plan.layout).__name__,
                 f"{c.imbalance:.3f}",
                 in_bytes(c.moved),
@@ -178,11 +179,11 @@ def choose(
     tried = [(layout, strategy) for layout in layouts_tried for strategy in _strategies(ranks, shape)]
     if _fits_ulysses(ranks, shape):  # who owns which tokens hardly matters
         tried.append((layouts[0] if layouts else Contiguous(ranks), Ulysses()))
-    how: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys, "sampled": sampled}
+    options: Any = {"limit": limit, "backward": backward, "keep_keys": keep_keys, "sampled": sampled}
     found = {id(layout): [each.over(layout, mask, seq_len) for each in recurrent] for layout, _ in tried}
     beside = {layout: RecurrentCost.of(each, machine, backward) for layout, each in found.items()}
     candidates = [
-        predicted(Plan(mask, layout, seq_len, strategy), shape, machine, recurrent=beside[id(layout)], **how)
+        predicted(Plan(mask, layout, seq_len, strategy), shape, machine, recurrent=beside[id(layout)], **options)
         for layout, strategy in tried
     ]
     ordered = sorted(candidates, key=lambda c: (bool(c.refused), c.seconds))
@@ -190,7 +191,7 @@ def choose(
         least = min(ordered, key=lambda c: c.needs)
         instead = " or keep_keys='auto'" if least.kept else ""
         raise PlanError(
-            f"memory: no plan fits into {in_bytes(limit)} of keys per rank; the least, {name_of(least.plan.strategy)}, "
+            f"memory: no plan fits into {in_bytes(limit)} of keys per rank; the least, {least.plan.strategy_name}, "
             f"needs {in_bytes(least.needs)}; use more ranks{instead}"
         )
     equal = [c for c in ordered if not c.refused and c.seconds <= ordered[0].seconds * (1 + EQUAL)]
@@ -208,9 +209,9 @@ def _layouts(mask: Mask, seq_len: int, ranks: int, recurrent: bool) -> list[Layo
     return [balanced, *([few] if differs else []), Contiguous(ranks)]
 
 
-def choice_for(plan: Plan, **how: Any) -> Choice:
-    """What the cost model says of every strategy for the mask and layout of a plan; `how` is that of `choose`."""
-    return choose(plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, layouts=[plan.layout], **how)
+def choice_for(plan: Plan, **options: Any) -> Choice:
+    """What the cost model says of every strategy for the mask and layout of a plan; `options` are those of `choose`."""
+    return choose(plan.mask, seq_len=plan.seq_len, ranks=plan.ranks, layouts=[plan.layout], **options)
 
 
 def predicted(

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from attnspan.layouts.run import tokens_in
 from attnspan.masks.drawing import shortened
 from attnspan.plan.plan import Plan
-from attnspan.plan.strategy import name_of
 
 MAX_RANKS = 16
 """The most ranks that are listed; of more, the first and the last."""
@@ -73,7 +72,7 @@ def explain(plan: Plan) -> str:
 def _title(plan: Plan) -> str:
     length = f"{plan.seq_len} tokens" if plan.kv_len == plan.seq_len else f"{plan.seq_len} x {plan.kv_len} tokens"
     keys = "" if plan.kv_layout is None else f" (keys {_named(plan.kv_layout)})"
-    return f"{_named(plan.mask)}, {length}, {_named(plan.layout)}{keys}, {name_of(plan.strategy)}"
+    return f"{_named(plan.mask)}, {length}, {_named(plan.layout)}{keys}, {plan.strategy_name}"
 
 
 def _named(thing: object) -> str:

@@ -40,7 +40,7 @@ from attnspan.masks.real_tensors import with_real_tensors
 from attnspan.plan.cost import Hardware, Shape
 from attnspan.plan.geometry import Geometry
 from attnspan.plan.step import Step
-from attnspan.plan.strategy import Strategy, Ulysses, name_of
+from attnspan.plan.strategy import Strategy, Ulysses, strategy_name
 
 if TYPE_CHECKING:
     from attnspan.plan.memory import Memory
@@ -136,6 +136,11 @@ class Plan:
     def band_columns(self, row: int = 0) -> tuple[Columns, Bands]:
         """`bands` as columns of numbers, and those of them that are partial."""
         return self.mask.band_columns(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy as users write it, such as "ulysses(2) x ring"."""
+        return strategy_name(self.strategy)
 
     @property
     def needs_mask_mod(self) -> bool:
@@ -335,4 +340,4 @@ def _check_layouts(plan: Plan) -> None:
         raise PlanError(f"mask and layouts must tell apart the same batch rows, got {sorted(rows)}")
     plan.mask.check_lengths(plan.seq_len, plan.key_len)
     if plan.ranks % plan.degree:
-        raise PlanError(f"the degree of {name_of(plan.strategy)} must divide the {plan.ranks} ranks, got {plan.degree}")
+        raise PlanError(f"the degree of {plan.strategy_name} must divide the {plan.ranks} ranks, got {plan.degree}")

@@ -140,10 +140,10 @@ class Ulysses(Strategy):
         return self.inner.steps(geometry, rank, shifts)
 
 
-def name_of(strategy: Strategy | str) -> str:
+def strategy_name(strategy: Strategy | str) -> str:
     """The name that `Strategy.of` reads back.
 
-    >>> name_of(Needed(3)), name_of(Ulysses(2, Ring())), name_of(Gather())
+    >>> strategy_name(Needed(3)), strategy_name(Ulysses(2, Ring())), strategy_name(Gather())
     ('needed(3)', 'ulysses(2) x ring', 'gather')
     """
     match Strategy.of(strategy):
@@ -152,7 +152,7 @@ def name_of(strategy: Strategy | str) -> str:
         case Ulysses(None):
             return "ulysses"
         case Ulysses(degree, inner):
-            return f"ulysses({degree}) x {name_of(inner)}"
+            return f"ulysses({degree}) x {strategy_name(inner)}"
         case other:
             return type(other).__name__.lower()
 

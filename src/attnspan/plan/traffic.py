@@ -30,7 +30,7 @@ class Bytes(NamedTuple):
 NOTHING = Bytes(0, 0)
 
 
-def arriving(plan: Plan, shape: Shape, rank: int, *, kept: bool = False, rounds: bool = False) -> Bytes:
+def received_bytes(plan: Plan, shape: Shape, rank: int, *, kept: bool = False, rounds: bool = False) -> Bytes:
     """What arrives at a rank in one call: keys and their gradients, and what the exchange of heads brings, tokens of
     own heads and then own tokens of all heads. Backward needs no keys, and no heads of the inputs, that were kept."""
     narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])

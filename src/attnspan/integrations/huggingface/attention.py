@@ -46,7 +46,7 @@ UNSERVED = ("indices", "block_indices", "cache", "cu_seq_lens_q", "cu_seq_lens_k
 
 def register() -> None:
     """Make the name known to transformers; other models do not notice."""
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, sharded_attention)
     AttentionMaskInterface.register(NAME, requested_pattern)
 
 
@@ -68,7 +68,7 @@ class LayerBinding(ModuleBinding):
     kind_index: int | None  # None: cross-attention in a decoder without its encoder
 
 
-def attend(
+def sharded_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -91,8 +91,8 @@ def attend(
         raise ModelError(
             f"{binding.layer.name} attends to another sequence, and the model is enabled as a decoder without encoder"
         )
-    asked = {"s_aux": s_aux is not None, **arguments}
-    check_arguments(binding.layer, attention_mask, asked, binding.enabled.pattern_for(binding.kind_index))
+    passed = {"s_aux": s_aux is not None, **arguments}
+    check_arguments(binding.layer, attention_mask, passed, binding.enabled.pattern_for(binding.kind_index))
     check_bias(binding.layer, position_bias)
     if binding.layer.temperature is not None:
         query = tempered(query, binding.layer.temperature.of(binding.enabled.query_positions()))
@@ -109,7 +109,7 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def wants_latents(source: LatentSource, numbers: Tensor) -> bool:
+def session_wants_latents(source: LatentSource, numbers: Tensor) -> bool:
     """Whether a layer's latents travel instead of keys and values: with a given strategy, unless it exchanges heads;
     with "auto" if that is predicted to be faster. Not in compiled code, nor if the matrix is sharded."""
     binding: LayerBinding | None = getattr(source.module, BINDING, None)
@@ -128,7 +128,7 @@ def tempered(query: Tensor, scales: Tensor) -> Tensor:
 
 
 def tune_temperature(layer: AttentionLayer, by_itself: bool) -> None:
-    """Let a layer with temperature tuning do that itself, or leave it to `attend`."""
+    """Let a layer with temperature tuning do that itself, or leave it to `sharded_attention`."""
     if layer.temperature is not None:
         vars(layer.module)["attn_temperature_tuning"] = by_itself
 

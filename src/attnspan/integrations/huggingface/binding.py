@@ -14,12 +14,12 @@ from attnspan.integrations.huggingface.attention import (
     NAME,
     LayerBinding,
     ModuleBinding,
-    attend,
     check_configs,
     configs_of,
     is_bound,
+    session_wants_latents,
+    sharded_attention,
     tune_temperature,
-    wants_latents,
 )
 from attnspan.integrations.huggingface.biases import bind_bias, unbind_bias
 from attnspan.integrations.huggingface.inline_attention import bind_forward, unbind_forward
@@ -48,11 +48,11 @@ class ModelBinding:
             config._attn_implementation = NAME
         for layer, kind_index in zip(self._parts.layers, self._kind_indices, strict=True):
             setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, kind_index))
-            source = latent_source(layer.module, wants_latents)
+            source = latent_source(layer.module, session_wants_latents)
             if source is not None:
                 source.bind()
             bind_bias(layer.module, layer.bias, layer.cross)
-            bind_forward(layer.module, attend)
+            bind_forward(layer.module, sharded_attention)
             tune_temperature(layer, by_itself=False)
         for layer in self._parts.idle:
             setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, None))

@@ -152,7 +152,7 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object], towers: bool
     """Refuse what was asked of a call, of a model with towers before its decoder or without."""
     text = model.config.get_text_config()
 
-    def asked(name: str) -> object:
+    def option(name: str) -> object:
         by_default = getattr(model.config, name, None) or getattr(text, name, None)
         return given[name] if given.get(name) is not None else by_default
 
@@ -162,7 +162,7 @@ def check_call(model: PreTrainedModel, given: Mapping[str, object], towers: bool
             "generate, disable() it, then use attnspan.Engine(model, pages=...)"
         )
     for name, why in REFUSED.items():
-        if asked(name):
+        if option(name):
             raise ModelError(f"{name} {why}")
     if given.get("ignore_index", IGNORED) != IGNORED:
         raise ModelError(f"ignore_index must be {IGNORED}, which labels are to have, got {given['ignore_index']}")

@@ -34,7 +34,7 @@ from attnspan.integrations.huggingface.paged_attention import ModelCall, ModuleA
 from attnspan.integrations.huggingface.positions import call_at_positions, counts_by_itself, give_positions
 from attnspan.integrations.huggingface.served_layers import ServedLayers
 from attnspan.integrations.huggingface.serving_binding import ProbeResult, attention_over_pages
-from attnspan.integrations.huggingface.transformers_model import TransformersModel, positions_of
+from attnspan.integrations.huggingface.transformers_model import TransformersModel, max_positions_of
 
 OTHER_INPUTS = ("input_features", "pixel_values", "input_values", "bbox")
 """What encoders read that are not of texts."""
@@ -68,7 +68,7 @@ class EncoderDecoderModel(TransformersModel):
 
     def info(self) -> ModelInfo:
         """As of any model, and what the decoder begins with."""
-        return replace(super().info(), decoder_start=self._start, max_prompt=positions_of(self.model))
+        return replace(super().info(), decoder_start=self._start, max_prompt=max_positions_of(self.model))
 
     def encode(self, tokens: Tensor) -> Keys:
         """The keys and values of a prompt, for every cross-attention."""

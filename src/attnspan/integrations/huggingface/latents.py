@@ -45,10 +45,10 @@ WantsLatents = Callable[["LatentSource", Tensor], bool]
 
 
 class LatentSource:
-    """The `expand_kv` of a module whose latents may be `asked` for."""
+    """The `expand_kv` of a module, which hands over latents where they are wanted."""
 
-    def __init__(self, module: nn.Module, asked: WantsLatents) -> None:
-        self.module, self._asked = module, asked
+    def __init__(self, module: nn.Module, wanted: WantsLatents) -> None:
+        self.module, self._wanted = module, wanted
 
     def bind(self) -> None:
         """Stand in for the method."""
@@ -59,7 +59,7 @@ class LatentSource:
 
     def __call__(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """The latent in the place of key and value, or both of them."""
-        if not self._asked(self, kv_nope):
+        if not self._wanted(self, kv_nope):
             return self._expanded(kv_nope, k_rot)
         latent = torch.cat([kv_nope, k_rot], dim=-1)
         return latent, latent
@@ -134,13 +134,13 @@ def latents_in(module: nn.Module, key: Tensor, value: Tensor) -> LatentSource | 
     return source if key is value and isinstance(source, LatentSource) else None
 
 
-def latent_source(module: nn.Module, asked: WantsLatents) -> LatentSource | None:
+def latent_source(module: nn.Module, wanted: WantsLatents) -> LatentSource | None:
     """What stands in for a module's keys and values; None for one that is no known layer of latents."""
     cls = class_of(module)
     sized = all(isinstance(getattr(module, name, None), int) for name in SIZES)
     own = isinstance(vars(module).get(METHOD), LatentSource) or METHOD not in vars(module)
     known = sized and own and cls.__module__.startswith("transformers.") and _hands_over(cls)
-    return LatentSource(module, asked) if known else None
+    return LatentSource(module, wanted) if known else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -239,11 +239,11 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         if adds_twice(module):
             refuse(name, module, 'an ALiBi that transformers adds twice with attn_implementation="eager" (take "sdpa")')
         return _inline_layer(name, module, family.layer_args(module))
-    asked = _arguments(name, module)
-    cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in asked else None
+    passed = _arguments(name, module)
+    cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in passed else None
     if bias is not None:
-        del asked[BIAS]
-    unknown = [each for each in asked if each not in SERVED | IGNORED]
+        del passed[BIAS]
+    unknown = [each for each in passed if each not in SERVED | IGNORED]
     if unknown:
         refuse(name, module, WORDS.get(unknown[0], f"{unknown[0]!r}, an argument that is not known here"))
     tower = _tower(model, module)
@@ -255,8 +255,8 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
     head_dim = _number(module, HEAD_DIMS, ("head_dim", "d_kv"))
     if heads is None or head_dim is None:
         refuse(name, module, f"a {'number of heads' if heads is None else 'head dim'} that is not known")
-    scale, softcap, window = asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window")
-    causal = asked.get("is_causal")
+    scale, softcap, window = passed.get("scaling"), passed.get("softcap"), passed.get("sliding_window")
+    causal = passed.get("is_causal")
     decodes = not cross and getattr(module, "is_decoder", False) is True  # that its mask is causal is compared
     return AttentionLayer(
         name=name,
@@ -269,33 +269,33 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         window=None if window is None else int(window),
         chunk=_chunk(module),
         softcap=None if softcap is None else float(softcap),
-        sinks=asked.get("s_aux") is not None,
+        sinks=passed.get("s_aux") is not None,
         causal=bool(getattr(module, "is_causal", True) if causal is None else causal) or decodes,
         cross=cross,
-        dropout=float(asked.get("dropout") or 0.0),
+        dropout=float(passed.get("dropout") or 0.0),
         temperature=_temperature(name, module),
         module=module,
         bias=None if cross else bias,
     )
 
 
-def _inline_layer(name: str, module: nn.Module, asked: LayerArgs) -> AttentionLayer:
+def _inline_layer(name: str, module: nn.Module, args: LayerArgs) -> AttentionLayer:
     """A layer with inline attention (inline_attention.py)."""
     cross = _is_cross(name, module)
     return AttentionLayer(
         name=name,
-        index=asked.index,
-        query_heads=asked.heads,
-        kv_heads=asked.kv_heads,
-        head_dim=asked.head_dim,
-        value_dim=asked.head_dim,
-        scale=asked.scale,
-        window=asked.window,
-        causal=asked.causal and not cross,
+        index=args.index,
+        query_heads=args.heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        value_dim=args.head_dim,
+        scale=args.scale,
+        window=args.window,
+        causal=args.causal and not cross,
         cross=cross,
-        dropout=asked.dropout,
+        dropout=args.dropout,
         module=module,
-        bias=asked.bias,
+        bias=args.bias,
     )
 
 

@@ -133,7 +133,7 @@ def adapter_rows() -> AdapterRows | None:
     return None if call is None else call.adapters
 
 
-def wants_latents(source: LatentSource, _: Tensor) -> bool:
+def call_wants_latents(source: LatentSource, _: Tensor) -> bool:
     """Whether the call that is under way wants a module's latents."""
     call = _CALL.get()
     return call is not None and source.module in call.latents

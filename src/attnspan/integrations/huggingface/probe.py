@@ -198,7 +198,7 @@ def _check_cache(model: PreTrainedModel, layers: Iterable[AttentionLayer]) -> No
 
 def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> ModelOutput:
     """Call a model whose layers ask for the attention of this name."""
-    before, asked, decoder = _PROBE.set(probe), CURRENT_ATTENTION.set(probe_attention), decoder_of(model)
+    before, attention, decoder = _PROBE.set(probe), CURRENT_ATTENTION.set(probe_attention), decoder_of(model)
     hooks = [] if decoder is model else [decoder.register_forward_pre_hook(_give_masks, with_kwargs=True)]
     try:
         with torch.no_grad():
@@ -208,7 +208,7 @@ def run_probe(probe: Probe, model: PreTrainedModel, **inputs: Tensor) -> ModelOu
         for hook in hooks:
             hook.remove()
         _PROBE.reset(before)
-        CURRENT_ATTENTION.reset(asked)
+        CURRENT_ATTENTION.reset(attention)
 
 
 def _give_masks(

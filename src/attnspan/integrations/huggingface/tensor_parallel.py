@@ -222,8 +222,8 @@ def check_heads(layer: AttentionLayer, query_heads: int, kv_heads: int, trains: 
             f"{layer.kv_heads} key heads, which is not served: ranks that divide the key heads have those of their "
             "queries, and in training a single key head is on one rank"
         )
-    for what, asked in (("a bias by the number of a head", layer.bias), ("sinks", layer.sinks)):
-        if asked:
+    for what, found in (("a bias by the number of a head", layer.bias), ("sinks", layer.sinks)):
+        if found:
             raise ModelError(f"{layer.name} has {what}, which is not served where heads are on several ranks")
 
 

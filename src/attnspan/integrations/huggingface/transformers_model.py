@@ -34,7 +34,7 @@ from attnspan.integrations.huggingface.latents import LatentSource, latent_sourc
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import AdapterRows, check_adapter, is_lora_layer
 from attnspan.integrations.huggingface.mixers import replaceable_methods
-from attnspan.integrations.huggingface.paged_attention import ModelCall, keep_logits, run_call, wants_latents
+from attnspan.integrations.huggingface.paged_attention import ModelCall, call_wants_latents, keep_logits, run_call
 from attnspan.integrations.huggingface.positions import call_at_positions
 from attnspan.integrations.huggingface.probe import probe_model
 from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of, served_layers
@@ -78,7 +78,7 @@ class TransformersModel:
             dtype=next(model.parameters()).dtype,
             device=device,
             end_tokens=end_tokens_of(model),
-            max_positions=positions_of(model),
+            max_positions=max_positions_of(model),
             defaults=defaults_of(getattr(model, "generation_config", None), stacklevel + 1),
             states=tuple(spec for _, spec in probed.states),
             tp_ranks=tp_ranks,
@@ -266,7 +266,7 @@ def _first_weights(model: nn.Module) -> dict[str, nn.Parameter | None]:
 
 def _latents_of(layers: Iterable[AttentionLayer]) -> dict[nn.Module, LatentSource]:
     """The layers whose pages hold latents. See [Note: known layers] in latents.py."""
-    sources = (latent_source(layer.module, wants_latents) for layer in layers)
+    sources = (latent_source(layer.module, call_wants_latents) for layer in layers)
     return {each.module: each for each in sources if each is not None and each.is_absorbable and each.agrees()}
 
 
@@ -293,7 +293,7 @@ def end_tokens_of(model: nn.Module) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found)
 
 
-def positions_of(model: PreTrainedModel) -> int | None:
+def max_positions_of(model: PreTrainedModel) -> int | None:
     """How many positions the model has, if its config has a limit.
 
     Rotary embeddings whose angles depend on the longest sample of a batch are exact only until they change: up to the

@@ -87,8 +87,8 @@ def _by_tile(spec: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tupl
 
 def _dense(spec: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """One tile by the fastest kernel that knows no pages."""
-    asked = Spec(scale=spec.scale)
-    return fastest(asked, q, k, v, tile).forward(asked, q, k, v, tile)
+    plain = Spec(scale=spec.scale)
+    return fastest(plain, q, k, v, tile).forward(plain, q, k, v, tile)
 
 
 def _by_pairs(
