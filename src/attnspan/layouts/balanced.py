@@ -129,7 +129,8 @@ class _Portfolio:
         split = next((split for split in splits if self.largest(split) <= self.enough), None)
         fair = self.goal if split is None else min(self.goal, self.largest(split) * (1 + TOLERANCE))
         for shards in filter(self._allowed, simple):
-            if self._is_within(shards, fair) and self._as_near(shards, split):
+            fits = all(self._work_of(runs) <= fair for runs in shards)
+            if fits and (split is None or self._crossed(shards) <= 1.05 * self._crossed(split)):
                 return shards
         if split is not None:
             return split
@@ -191,10 +192,6 @@ class _Portfolio:
             self._largest[id(shards)] = max(map(self._work_of, shards)), shards  # which keeps its id
         return self._largest[id(shards)][0]
 
-    def _is_within(self, shards: Shards, limit: float) -> bool:
-        """Whether no rank has more work than a limit; mostly one of the first says so."""
-        return all(self._work_of(runs) <= limit for runs in shards)
-
     def _work_of(self, runs: Runs) -> float:
         return sum([self.work.between(run.start, run.stop) for run in runs])
 
@@ -232,10 +229,6 @@ class _Portfolio:
 
     def _allowed(self, shards: Shards) -> bool:
         return not self.same_counts or list(map(tokens_in, shards)) == self.counts
-
-    def _as_near(self, shards: Shards, split: Shards | None) -> bool:
-        """Whether hardly more keys cross its cuts than those of a split necklace."""
-        return split is None or self._crossed(shards) <= 1.05 * self._crossed(split)
 
     def _crossed(self, shards: Shards) -> float:
         starts = torch.tensor([run.start for runs in shards for run in runs], device="cpu")

@@ -14,7 +14,7 @@ from attnspan.masks.band import Band, ceil_div
 from attnspan.masks.cover import bands_of_blocks
 from attnspan.masks.mask import Mask, Rule, Space
 from attnspan.masks.row_spans import RowSpans
-from attnspan.masks.rows import select
+from attnspan.masks.rows import as_table, select
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -83,12 +83,7 @@ class BlockSparse(Mask):
 
 
 def _bool_tensor(map: object) -> torch.Tensor:
-    try:
-        allowed = map.cpu() if isinstance(map, torch.Tensor) else torch.as_tensor(map, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:  # text, ragged rows, things that are no table
-        raise MaskError(
-            f"map must be a table of true and false, or one per batch row, got {reprlib.repr(map)}"
-        ) from error
+    allowed = as_table("map", map, "a table of true and false, or one per batch row")
     if allowed.dim() not in (2, 3) or allowed.numel() == 0:
         raise MaskError(
             f"map must be (blocks, blocks) or (rows, blocks, blocks), none of them 0, got shape {tuple(allowed.shape)}"

@@ -14,7 +14,7 @@ from attnspan.errors import MaskError, all_ints, integers
 from attnspan.masks.band import Band
 from attnspan.masks.columns import Columns
 from attnspan.masks.mask import Mask, Rule, Space
-from attnspan.masks.rows import listed, of_row, select, shown
+from attnspan.masks.rows import as_table, listed, of_row, select, shown
 from attnspan.masks.typical import typical_lengths
 
 Lengths = Sequence[int] | Sequence[Sequence[int]]
@@ -186,12 +186,7 @@ def _ids(rows: Rows, device: torch.device) -> torch.Tensor:
 
 def rows_of(name: str, ids: object) -> torch.Tensor:
     """A whole number per token, (rows, S)."""
-    try:
-        table = ids.cpu() if isinstance(ids, torch.Tensor) else torch.as_tensor(ids, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:  # text, ragged rows, things that are no table
-        raise MaskError(
-            f"{name} must be a whole number per token, (S,) or (rows, S), got {reprlib.repr(ids)}"
-        ) from error
+    table = as_table(name, ids, "a whole number per token, (S,) or (rows, S)")
     if table.dim() not in (1, 2) or table.numel() == 0:
         raise MaskError(f"{name} must be (S,) or (rows, S), none of them 0, got shape {tuple(table.shape)}")
     if table.dtype == torch.bool or table.is_floating_point() or table.is_complex():

@@ -166,7 +166,8 @@ class Program:
             found: Tensor = run(score, *spread, *given, *looked)
             return found.expand(score.shape)
 
-        result, back = torch.func.vjp(call, score, looked, [captured[i] for i in others])  # type: ignore[misc]
+        vjp: Any = torch.func.vjp
+        result, back = vjp(call, score, looked, [captured[i] for i in others])
         d_score: Tensor
         d_score, d_looked, d_others = back(grad(result).to(result.dtype))
         by_row = self.row_lookups(sums)

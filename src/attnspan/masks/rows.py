@@ -6,6 +6,7 @@ Stored as a tuple with one entry per row; one entry stands for all rows.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -28,6 +29,14 @@ def int_per_row(name: str, value: object, *, at_least: int) -> tuple[int, ...]:
     if len(value) == 0:
         raise MaskError(f"{name} must be a whole number or one per batch row, got an empty list")
     return integers(name, value, at_least=at_least, error=MaskError)
+
+
+def as_table(name: str, given: object, wanted: str) -> torch.Tensor:
+    """A tensor on the host; MaskError for what is no table, such as text and ragged rows."""
+    try:
+        return given.cpu() if isinstance(given, torch.Tensor) else torch.as_tensor(given, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise MaskError(f"{name} must be {wanted}, got {reprlib.repr(given)}") from error
 
 
 def listed(values: object) -> object:

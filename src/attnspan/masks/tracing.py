@@ -93,7 +93,8 @@ class _LookupMode(TorchFunctionMode):
                 return LOOKUP(table, [i if isinstance(i, Tensor) else _whole(i, table.device) for i in at])
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if not isinstance(result, Tensor) and name not in METADATA and not _is_tensors(result):
+        results = result if isinstance(result, list | tuple) else (result,)
+        if name not in METADATA and not all(isinstance(each, Tensor) for each in results):
             self.reads_values = True
         return result
 
@@ -115,10 +116,6 @@ METADATA = {
     *("is_complex", "is_signed", "is_same_size", "is_tensor", "result_type", "is_inference"),
 }
 """Functions of tensors whose results do not depend on values; attributes are `__get__`."""
-
-
-def _is_tensors(result: object) -> bool:
-    return isinstance(result, list | tuple) and all(isinstance(each, Tensor) for each in result)
 
 
 def _is_dynamic(node: fx.Node) -> bool:

@@ -52,14 +52,11 @@ class Core:
     sharding: Sharding
 
     @staticmethod
-    def of(mesh: Group, seq_len: int, mask: Masks, options: SessionOptions) -> Core:
-        """The core of a session on `mesh`, a DeviceMesh, a process group or a virtual world."""
-        _check_axes(mesh)
-        return Core.on(mesh, transport_of(mesh), seq_len, mask, options)
-
-    @staticmethod
-    def on(mesh: Group, transport: Transport, seq_len: int, mask: Masks, options: SessionOptions) -> Core:
-        """The same, on the transport of `mesh`."""
+    def of(mesh: Group, seq_len: int, mask: Masks, options: SessionOptions, transport: Transport | None = None) -> Core:
+        """The core of a session on `mesh`, a DeviceMesh, a process group or a virtual world; or on its `transport`."""
+        if transport is None:
+            _check_axes(mesh)
+            transport = transport_of(mesh)
         masks = named_masks(mask)
         seq_len = integer("seq_len", seq_len, at_least=1, error=AttentionError)
         layout = _layout_of(options, masks, seq_len, transport.ranks)

@@ -116,7 +116,7 @@ class ContextParallel:
     def _sibling(self, mask: Masks, seq_len: int, options: SessionOptions) -> ContextParallel:
         """A session of this family on the same transport, since another thread has another current device."""
         other = ContextParallel.__new__(ContextParallel)
-        other._begin(Core.on(self.mesh, self.transport, seq_len, mask, options))
+        other._begin(Core.of(self.mesh, seq_len, mask, options, self.transport))
         other.family = self.family
         return other
 

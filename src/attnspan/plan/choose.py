@@ -168,13 +168,7 @@ def choose(
     machine, ranks = Hardware.of(hardware), check_ranks(ranks)
     seq_len = integer("seq_len", seq_len, at_least=1, error=PlanError)
     limit = machine.memory / 2 if memory is None else checked_memory(memory)
-    _check_parts(mask, shape, layouts, ranks)
-    if keep_keys not in (True, False, "auto"):
-        raise PlanError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
-    if not all(isinstance(each, RecurrentLayers) for each in recurrent):
-        raise PlanError(
-            f"recurrent must hold RecurrentLayers, as in [RecurrentLayers('KDA', 16, 128)], got {recurrent!r}"
-        )
+    _check_args(mask, shape, layouts, ranks, keep_keys, recurrent)
     layouts_tried = layouts or _layouts(mask, seq_len, ranks, bool(recurrent))
     tried = [(layout, strategy) for layout in layouts_tried for strategy in _strategies(ranks, shape)]
     if _fits_ulysses(ranks, shape):  # who owns which tokens hardly matters
@@ -281,7 +275,14 @@ def checked_memory(memory: object) -> float:
     return float(memory)
 
 
-def _check_parts(mask: Mask, shape: Shape, layouts: Sequence[Layout] | None, ranks: int) -> None:
+def _check_args(
+    mask: Mask,
+    shape: Shape,
+    layouts: Sequence[Layout] | None,
+    ranks: int,
+    keep_keys: KeepKeys,
+    recurrent: Sequence[RecurrentLayers],
+) -> None:
     if not isinstance(mask, Mask):
         raise PlanError(f"mask must be a mask such as Causal(), got {mask!r}")
     if not isinstance(shape, Shape):
@@ -292,6 +293,12 @@ def _check_parts(mask: Mask, shape: Shape, layouts: Sequence[Layout] | None, ran
             raise PlanError(f"layouts must hold layouts such as HeadTail(ranks={ranks}), got {layout!r}")
     if any(layout.ranks != ranks for layout in layouts or ()):
         raise PlanError(f"layouts must have {ranks} ranks, got {[layout.ranks for layout in layouts or ()]}")
+    if keep_keys not in (True, False, "auto"):
+        raise PlanError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
+    if not all(isinstance(each, RecurrentLayers) for each in recurrent):
+        raise PlanError(
+            f"recurrent must hold RecurrentLayers, as in [RecurrentLayers('KDA', 16, 128)], got {recurrent!r}"
+        )
 
 
 def all_strategies(ranks: int, shape: Shape) -> list[Strategy]:

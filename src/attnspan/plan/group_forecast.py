@@ -170,7 +170,8 @@ class GroupForecast:
         if not strategies:
             return []
         table, steps = self._steps(strategies)
-        home = self._needed_keys(table, steps)
+        # Keys that are needed, and peers: (2, V, 2 ways, 2 places, G, S), in and out, same node and others.
+        home = self._spread(self.needed, (table[:, :, None] == torch.arange(steps, device="cpu")).double())
         moved = self._moved_keys(strategies, home)
         keeps, needs = self._memory(moved[0, :, 0].sum(1))
         keys, ways = self._seconds(moved, self.bytes.kv), self._seconds(home, self.bytes.travels)
@@ -199,12 +200,8 @@ class GroupForecast:
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
-    def _needed_keys(self, table: Tensor, steps: int) -> Tensor:
-        """Keys that are needed, and peers: (2, V, 2 ways, 2 places, G, S), in and out, same node and others."""
-        return self._spread(self.needed, (table[:, :, None] == torch.arange(steps, device="cpu")).double())
-
     def _moved_keys(self, strategies: Sequence[Strategy], needed: Tensor) -> Tensor:
-        """Keys that travel, and peers, likewise: a gather and a ring move whole shards."""
+        """Keys that travel, and peers, as those `needed`: a gather and a ring move whole shards."""
         inner = [between_groups(strategy) for strategy in strategies]
         moved = needed if all(isinstance(each, Needed) for each in inner) else needed.clone()
         for number, each in enumerate(inner):

@@ -19,17 +19,14 @@ class CallCounts:
         self._functions = {(mixer.name, function) for mixer in mixers for function in mixer.functions}
         self._min_calls = sum(layer.times for layer in layers)
         self._max_calls = sum(layer.times * (len(calls_of(layer.module)) or 1) for layer in layers)  # wherever one can
-        self.passes, self._calls = 0, 0
+        self.reset()
 
     def reset(self) -> None:
         """Start counting from 0."""
         self.passes = self._calls = 0
 
     def assert_used(self, passes: int = 1) -> None:
-        """Raise unless every attention layer ran once in each of so many forward passes since the last reset.
-
-        A pass in which a layer did not attend has already raised by itself.
-        """
+        """See `Enabled.assert_used`."""
         wanted = passes * self._min_calls
         if self.passes != passes or self._calls not in (wanted, passes * self._max_calls):
             raise ModelError(

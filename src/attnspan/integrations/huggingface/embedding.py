@@ -192,8 +192,16 @@ def embedded(
     if not special.any() and groups is None:
         return EmbeddedPrompt(tokens, array("Q", tokens), None)
     content = PromptContent(embeds, positions, following, features, masks, types)
+    content_ids = _content_ids(tokens, content, special.nonzero().flatten().tolist(), groups)
+    return EmbeddedPrompt(tokens, content_ids, content, groups, grouped_layers)
+
+
+def _content_ids(
+    tokens: list[int], content: PromptContent, special: list[int], groups: TokenGroups | None
+) -> array[int]:
+    """The tokens, with a hash of its content in place of each `special` one, and of its group's."""
     content_ids = array("Q", tokens)
-    for row in special.nonzero().flatten().tolist():
+    for row in special:
         content_ids[row] = _digest(tokens[row], content, row)
     members: dict[int, list[int]] = {}
     for start, stop, group in () if groups is None else groups.runs[0]:
@@ -202,7 +210,7 @@ def embedded(
         whole = _hash(repr([content_ids[row] for row in rows]).encode())
         for row in rows:
             content_ids[row] = _hash(repr((content_ids[row], whole)).encode())
-    return EmbeddedPrompt(tokens, content_ids, content, groups, grouped_layers)
+    return content_ids
 
 
 def _check(found: Mapping[str, object], plain: Mapping[str, object]) -> None:

@@ -243,14 +243,7 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
     cross, bias = _is_cross(name, module), relative_bias(module) if BIAS in passed else None
     if bias is not None:
         del passed[BIAS]
-    unknown = [each for each in passed if each not in SERVED | IGNORED]
-    if unknown:
-        refuse(name, module, WORDS.get(unknown[0], f"{unknown[0]!r}, an argument that is not known here"))
-    tower = _tower(model, module)
-    if tower:
-        refuse(name, module, f"another sequence than the text's: it is part of the {tower}")
-    if getattr(module, "num_key_value_groups", 1) is None:
-        refuse(name, module, "an unknown number of key heads")
+    _check_served(model, name, module, passed)
     heads = _number(module, HEADS, ("num_attention_heads", "num_heads", "n_head", "n_heads"))
     head_dim = _number(module, HEAD_DIMS, ("head_dim", "d_kv"))
     if heads is None or head_dim is None:
@@ -277,6 +270,18 @@ def _layer(model: PreTrainedModel, name: str, module: nn.Module) -> AttentionLay
         module=module,
         bias=None if cross else bias,
     )
+
+
+def _check_served(model: PreTrainedModel, name: str, module: nn.Module, passed: Iterable[str]) -> None:
+    """Refuse a layer that passes unknown arguments, or is not one of the text's."""
+    unknown = [each for each in passed if each not in SERVED | IGNORED]
+    if unknown:
+        refuse(name, module, WORDS.get(unknown[0], f"{unknown[0]!r}, an argument that is not known here"))
+    tower = _tower(model, module)
+    if tower:
+        refuse(name, module, f"another sequence than the text's: it is part of the {tower}")
+    if getattr(module, "num_key_value_groups", 1) is None:
+        refuse(name, module, "an unknown number of key heads")
 
 
 def _inline_layer(name: str, module: nn.Module, args: LayerArgs) -> AttentionLayer:

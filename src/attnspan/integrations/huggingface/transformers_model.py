@@ -30,7 +30,7 @@ from attnspan.integrations.huggingface.fused_kernels import is_available
 from attnspan.integrations.huggingface.fused_modules import may_be_fused
 from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.inline_attention import NO_MASK, position_bias
-from attnspan.integrations.huggingface.latents import LatentSource, latent_source
+from attnspan.integrations.huggingface.latents import latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import AdapterRows, check_adapter, is_lora_layer
 from attnspan.integrations.huggingface.mixers import replaceable_methods
@@ -60,7 +60,10 @@ class TransformersModel:
         _check_takes_tokens(model)
         self._described, self._arguments = layers.described, layers.arguments
         tp_ranks = check_tensor_parallel(model, layers)
-        self._latents = _latents_of(layers.attention) if latents and not tp_ranks else {}
+        served = layers.attention if latents and not tp_ranks else ()
+        sources = (latent_source(layer.module, call_wants_latents) for layer in served)
+        # The layers whose pages hold latents. See [Note: known layers] in latents.py.
+        self._latents = {each.module: each for each in sources if each and each.is_absorbable and each.agrees()}
         self._score_mods = self._make_score_mods(layers.attention)
         serve_latents(model, self._latents.values())
         with naming_failures(model, tp_ranks):
@@ -262,12 +265,6 @@ def _first_weights(model: nn.Module) -> dict[str, nn.Parameter | None]:
     return next(
         module._parameters for module in model.modules() if any(x is not None for x in module._parameters.values())
     )
-
-
-def _latents_of(layers: Iterable[AttentionLayer]) -> dict[nn.Module, LatentSource]:
-    """The layers whose pages hold latents. See [Note: known layers] in latents.py."""
-    sources = (latent_source(layer.module, call_wants_latents) for layer in layers)
-    return {each.module: each for each in sources if each is not None and each.is_absorbable and each.agrees()}
 
 
 def check_evaluates(model: nn.Module) -> None:
