@@ -55,10 +55,10 @@ def agree(bound: BoundPlan, inputs: Inputs) -> Agreement:
     if signature in bound.agreed:
         return bound.agreed[signature]
     wrong = local_error(bound, inputs)
-    words = {**_words(bound, inputs), VOTE: str(_keeps(bound, inputs))} if wrong is None else wrong
+    words = {**_description(bound, inputs), VOTE: str(_keeps(bound, inputs))} if wrong is None else wrong
     said = consensus.all_gather_outcomes(bound.transport, words, SHARED)
     votes = {each.pop(VOTE) for each in said if isinstance(each, dict)}
-    _raise_if_odd(said)
+    _raise_if_different(said)
     plan = bound.plan
     name = f"attention over {repr(plan.mask)[:80]} by {plan.strategy!r} [{_hashed(said[0])}]"
     bound.agreed[signature] = Agreement(name, votes == {"True"})
@@ -87,7 +87,7 @@ def check_mask(mask: Mask, bound: BoundPlan, inputs: Inputs) -> None:
 def refuse(bound: BoundPlan, inputs: Inputs, wrong: AttentionError) -> None:
     """Raise an error of this rank; on all ranks if these tensors are new, so that the others wait for an agreement."""
     if _signature(bound, inputs) not in bound.agreed:
-        _raise_if_odd(consensus.all_gather_outcomes(bound.transport, wrong, SHARED))
+        _raise_if_different(consensus.all_gather_outcomes(bound.transport, wrong, SHARED))
     raise wrong
 
 
@@ -112,7 +112,7 @@ def local_error(bound: BoundPlan, inputs: Inputs) -> AttentionError | KernelErro
     if misfit:
         return AttentionError(misfit)
     try:
-        _ask_kernel(bound, inputs)
+        _check_kernels(bound, inputs)
     except KernelError as refused:
         return refused
     except TuningError as refused:  # this rank's own table, by which it would choose kernels
@@ -224,7 +224,7 @@ def device_memory(device: torch.device) -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _ask_kernel(bound: BoundPlan, inputs: Inputs) -> None:
+def _check_kernels(bound: BoundPlan, inputs: Inputs) -> None:
     """Raise what the kernel would at any tile of this rank."""
     spec, tensors = bound.spec(inputs), (inputs.query, *inputs.key_value)
     plan = bound.plan
@@ -234,7 +234,7 @@ def _ask_kernel(bound: BoundPlan, inputs: Inputs) -> None:
             raise KernelError(reason)
 
 
-def _words(bound: BoundPlan, inputs: Inputs) -> dict[str, str]:
+def _description(bound: BoundPlan, inputs: Inputs) -> dict[str, str]:
     """A description of what this rank runs, by name: equal on ranks that run the same plan on the same shapes."""
     query, plan = inputs.query, bound.plan
     mods, rows, (key, value) = bound.mods(query), range(plan.rows), inputs.key_value
@@ -276,7 +276,7 @@ HASHED = "#"
 """The prefix of words that are hashes, which error messages leave out."""
 
 
-def _raise_if_odd(said: Sequence[dict[str, str] | AttnspanError]) -> None:
+def _raise_if_different(said: Sequence[dict[str, str] | AttnspanError]) -> None:
     """Raise the same on every rank, if any refused or they do not say the same."""
     wrong = consensus.refusal(said, mixed=AttentionError)
     if wrong is not None:
@@ -287,11 +287,11 @@ def _raise_if_odd(said: Sequence[dict[str, str] | AttnspanError]) -> None:
         seeds = {words["dropout_seed"] for words, _ in groups}
         raise AttentionError(
             "all ranks must run the same plan, kernel, scale, programs and shapes; "
-            + "; ".join([*(_odd(group, usual) for group in others), *([SEEDS] if len(seeds) > 1 else [])])
+            + "; ".join([*(_difference(group, usual) for group in others), *([SEEDS] if len(seeds) > 1 else [])])
         )
 
 
-def _odd(group: tuple[Any, list[int]], usual: tuple[Any, list[int]]) -> str:
+def _difference(group: tuple[Any, list[int]], usual: tuple[Any, list[int]]) -> str:
     (mine, ranks), (theirs, others) = group, usual
     differing = [
         name if mine[name].startswith(HASHED) else f"{name} ({mine[name]}, not {theirs[name]})"

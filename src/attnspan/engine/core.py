@@ -83,8 +83,8 @@ class EngineCore(Owned):
         self._decoder_start, self._max_prompt = info.decoder_start, info.max_prompt
         self.vocabulary, self._outputs = info.vocabulary, OutputProcessor(tokenizer, info.end_tokens)
         self._grammars = Grammars(tokenizer, info.vocabulary)
-        engine_mesh = engine_ranks(mesh, info)
-        self._consensus = RankConsensus(engine_mesh)
+        groups = engine_ranks(mesh, info)
+        self._consensus = RankConsensus(groups)
         ranks = self._consensus.page_ranks
         config = _config_for(config, info, ranks)
         context_parallel_from = config.context_parallel_from if ranks > 1 else None
@@ -98,7 +98,7 @@ class EngineCore(Owned):
             config = replace(config, pages=pages, memory_share=None)
             self._pools = pools_of(info, config, ranks)
             self.max_length = self._max_length(info.max_positions, pages * config.page_size * ranks)
-            self._runner = self._runner_for(engine_mesh.pages, config)
+            self._runner = self._runner_for(groups.pages, config)
         kv_cache = KVCacheManager(self._pools.groups(config.prefix_cache))
         self._scheduler = Scheduler(kv_cache, self.limits, self._version)
         self._table = RequestTable()

@@ -72,12 +72,12 @@ def choose_kernel(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles:
         for kernel in _PROGRAMS:
             if refusal(kernel.name, spec, q, k, v, tiles) is None:
                 return kernel
-        raise KernelError(_message("auto", "no kernel can", spec, q, k, v, odd))
+        raise KernelError(_refusal_message("auto", "no kernel can", spec, q, k, v, odd))
     if name not in KERNELS:
         one_of("kernel", name, ["auto", *KERNELS], error=KernelError)
     if reason := refusal(name, spec, q, k, v, tiles):
         odd = next((tile for tile in tiles if refusal(name, spec, q, k, v, (tile,))), tiles[0])
-        raise KernelError(_message(name, reason, spec, q, k, v, odd))
+        raise KernelError(_refusal_message(name, reason, spec, q, k, v, odd))
     return KERNELS[name]
 
 
@@ -91,7 +91,7 @@ def fastest(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKern
     for each in _by_speed(spec, q, tile):
         if each.kernel.supports(spec, q, k, v, tile) is None:
             return each.kernel
-    raise KernelError(_message("auto", "no kernel can", spec, q, k, v, tile))
+    raise KernelError(_refusal_message("auto", "no kernel can", spec, q, k, v, tile))
 
 
 class _Fastest(PerTile):
@@ -219,7 +219,7 @@ def _tile_kernels(device: str, float32: bool) -> dict[str, PerTile]:
     return {each.name: each for each in there}
 
 
-def _message(name: str, reason: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str:
+def _refusal_message(name: str, reason: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str:
     refused = refusals(spec, q, k, v, (tile,))
     usual: Iterable[Kernel] = _PROGRAMS if _unusual(spec, (tile,)) else _by_speed(spec, q, tile)
     able = [other.name for other in usual if other.name not in refused]

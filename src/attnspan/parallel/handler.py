@@ -90,7 +90,7 @@ class SessionHandler(Handler):
         try:
             self.check_sdpa(args)
         except AttentionError as wrong:
-            self.refuse(attend, args, wrong)
+            self.refuse_together(attend, args, wrong)
         self.guards["eager"]()
         return attend
 
@@ -111,7 +111,7 @@ class SessionHandler(Handler):
         """Refuse arguments that the session's attention does not have. torch_compat overrides it."""
         self.sdpa_checks.check_args(args)
 
-    def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
+    def refuse_together(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise an error. See [Note: refused together]."""
         if all(isinstance(x, Tensor) and x.dim() > 1 and not is_dtensor(x) for x in args[:3]):
             inputs = Inputs(as_4d(args.query), as_4d(args.key), as_4d(args.value), dropout_p=args.dropout_p)

@@ -78,10 +78,10 @@ class CompatHandler(SessionHandler):
             )
         super().check_sdpa(args)
 
-    def refuse(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
+    def refuse_together(self, attend: Attention, args: SdpaArgs, wrong: AttentionError) -> NoReturn:
         """Raise what is wrong, of its kind."""
         try:
-            super().refuse(attend, args, wrong)
+            super().refuse_together(attend, args, wrong)
         except AttentionError as told:  # to all ranks, which may have more to say
             raise type(wrong)(str(told)) from None
 
