@@ -37,7 +37,7 @@ keys, which a constant would not allow."""
 def can_write(pages: Pages, given: Tensor) -> bool:
     """Whether the kernel supports these: on CUDA, with the numbers of a head contiguous."""
     heads, dim = given.shape[1:]
-    known = given.dtype in DTYPES and _next_power_of_2(heads) * _next_power_of_2(dim) <= MAX_NUMBERS
+    known = given.dtype in DTYPES and next_power_of_2(heads) * next_power_of_2(dim) <= MAX_NUMBERS
     apart = isinstance(pages, Tensor) and pages.stride(-1) != 1
     return given.is_cuda and has_triton() and known and given.stride(2) == 1 and not apart and given.shape[0] > 0
 
@@ -56,7 +56,7 @@ def write(pairs: list[tuple[Pages, Tensor]], slots: Tensor) -> None:
             given.stride(0), given.stride(1), other.stride(0), other.stride(1),
             into.stride(0), into.stride(1), other_into.stride(0), other_into.stride(1), heads, dim, other.shape[2],
             1.0 if stored is None else 1.0 / MAX_CODES[stored], MIN_SCALE,
-            block_h=_next_power_of_2(heads), block_d=_next_power_of_2(max(dim, other.shape[2])),
+            block_h=next_power_of_2(heads), block_d=next_power_of_2(max(dim, other.shape[2])),
             codes={None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}[stored], num_warps=4,
         )  # fmt: skip
 
@@ -70,7 +70,8 @@ def _flat(pages: Pages) -> tuple[Tensor, Tensor]:
     return flat, flat
 
 
-def _next_power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
+    """The power of two that holds n."""
     return 1 << (n - 1).bit_length()
 
 

@@ -37,6 +37,8 @@ def document(config: ServerConfig, completion: Schema, chat: Schema) -> dict[str
     """OpenAPI 3.1."""
     model = _reply("A model.", _objects(id="string", object="string", created="integer", owned_by="string"))
     models = _reply("The models.", {"type": "object", "required": ["object", "data"]})
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "enum": list(config.models)}}
+    health = _reply("The engine.", _objects(status="string"))
     text = _reply("Prometheus' text.", {"type": "string"}, "text/plain")
     return {
         "openapi": "3.1.0",
@@ -45,25 +47,8 @@ def document(config: ServerConfig, completion: Schema, chat: Schema) -> dict[str
             "/v1/completions": {"post": _generation("completions", "Continue texts.", completion)},
             "/v1/chat/completions": {"post": _generation("chat", "Answer messages.", chat)},
             "/v1/models": {"get": _operation("models", {"200": models})},
-            "/v1/models/{model}": {
-                "get": _operation("model", {"200": model})
-                | {
-                    "parameters": [
-                        {
-                            "name": "model",
-                            "in": "path",
-                            "required": True,
-                            "schema": {"type": "string", "enum": list(config.models)},
-                        }
-                    ]
-                }
-            },
-            "/health": {
-                "get": {
-                    "operationId": "health",
-                    "responses": {str(code): _reply("The engine.", _objects(status="string")) for code in (200, 503)},
-                }
-            },
+            "/v1/models/{model}": {"get": _operation("model", {"200": model}) | {"parameters": [name]}},
+            "/health": {"get": {"operationId": "health", "responses": dict.fromkeys(("200", "503"), health)}},
             "/metrics": {"get": _operation("metrics", {"200": text})},
         },
         "components": {

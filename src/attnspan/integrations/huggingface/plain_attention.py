@@ -184,10 +184,6 @@ def _masked(**more: object) -> list[Kwargs]:
     return [{"attention_mask": causal_mask(), **more}]
 
 
-def _at_positions() -> list[Kwargs]:
-    return _masked(position_ids=torch.arange(5, device="cpu").unsqueeze(0))
-
-
 def _crossing(name: str) -> Callable[[], list[Kwargs]]:
     return lambda: [*_masked(), {name: _numbers(1, 5, 16)}]
 
@@ -286,17 +282,9 @@ def _japanese(cls: LayerClass) -> nn.Module:
     return cls(SimpleNamespace(attention_dropout=0.0, **sizes), use_bias=True, layer_idx=0)
 
 
-def _openai(cls: LayerClass) -> nn.Module:
-    return cls(16, 8, SimpleNamespace(n_head=4, attn_pdrop=0.0, resid_pdrop=0.0), scale=True)
-
-
 def _bert(cls: LayerClass) -> nn.Module:
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "is_decoder": True, "rotary_value": True}
     return cls(SimpleNamespace(attention_probs_dropout_prob=0.0, **sizes), 0)
-
-
-def _bart(cls: LayerClass) -> nn.Module:
-    return cls(embed_dim=16, num_heads=4, is_decoder=True, layer_idx=0)
 
 
 _GPT = ScoringMethod[Gpt](
@@ -304,7 +292,7 @@ _GPT = ScoringMethod[Gpt](
     scale=lambda module: 1 / module.scale_attn,
     dropout="attn_dropout",
     example=_gpt,
-    given=_at_positions,
+    given=lambda: _masked(position_ids=torch.arange(5, device="cpu").unsqueeze(0)),
 )
 _BERT = WholeForward[Bert](
     names=("query", "key", "value"),
@@ -325,7 +313,7 @@ _BART = WholeForward[Bart](
     dropout="dropout",
     causal=lambda module: module.is_decoder,
     crossing="key_value_states",
-    example=_bart,
+    example=lambda cls: cls(embed_dim=16, num_heads=4, is_decoder=True, layer_idx=0),
     given=_crossing("key_value_states"),
 )
 
@@ -356,7 +344,7 @@ CLASSES: dict[str, PlainAttention[Any]] = {  # of layers that are known by their
         hides=True,
         keys_first=True,
         listed=True,
-        example=_openai,
+        example=lambda cls: cls(16, 8, SimpleNamespace(n_head=4, attn_pdrop=0.0, resid_pdrop=0.0), scale=True),
         given=_masked,
     ),
     "megatron_bert.MegatronBertSelfAttention": _BERT,

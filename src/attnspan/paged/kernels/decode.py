@@ -39,6 +39,7 @@ from attnspan.paged.kernels.decode_programs import FLOATS, INTS, programs
 from attnspan.paged.metadata import PagedMetadata, Pages
 from attnspan.paged.quantised import Quantised
 from attnspan.paged.scoring import Scoring
+from attnspan.paged.slot_writes import next_power_of_2
 
 name = "decode"
 
@@ -158,7 +159,7 @@ def _call_of(
 ) -> DecodeCall:
     group, dim, value_dim = q.shape[1] // keys.shape[2], q.shape[2], values.shape[3]
     most = metadata.once("most", lambda: max(metadata.queries))
-    rows = min(MAX_ROWS, max(16, _next_power_of_2(group * most)))
+    rows = min(MAX_ROWS, max(16, next_power_of_2(group * most)))
     stored, words = isinstance(keys, Quantised), _words(q, keys, values)
     tuning = tuning or _tuning(q, value_dim, rows if words else 0)
     keys, key_scales = _codes_and_scales(keys, words)
@@ -167,7 +168,7 @@ def _call_of(
     spread = metadata.spread
     constants = {
         "size": metadata.page_size, "group": group, "dim": dim, "value_dim": value_dim,
-        "block_d": max(16, _next_power_of_2(dim)), "block_v": max(16, _next_power_of_2(value_dim)), "block_m": rows,
+        "block_d": max(16, next_power_of_2(dim)), "block_v": max(16, next_power_of_2(value_dim)), "block_m": rows,
         "block_n": tuning.block, "fewest": MIN_KEYS // tuning.block,
         "causal": spec.causal, "windowed": spec.window is not None, "ranks": spread.ranks,
         "stored": stored, "words": words,
@@ -199,7 +200,7 @@ def _attend_shares(call: DecodeCall, out: Tensor, lse: Tensor) -> None:
         *call.numbers, block_r=block_r, **call.constants, **registers,
     )  # fmt: skip
     # Few programs join parts of many shares each, many join few.
-    block_v, block_s = (COMBINED, 64) if tokens * heads < MANY else (_next_power_of_2(value_dim), 16)
+    block_v, block_s = (COMBINED, 64) if tokens * heads < MANY else (next_power_of_2(value_dim), 16)
     kernels.join_shares[tokens, heads, -(-value_dim // block_v)](
         out, lse, part_out, part_lse, joined, metadata.rows, metadata.rows.stride(0), metadata.offsets, heads, rows,
         call.most, value_dim=value_dim, block_v=block_v, block_s=block_s, num_warps=4, **call.pdl,
@@ -292,8 +293,3 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _device_guard(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
-
-
-def _next_power_of_2(n: int) -> int:
-    """The power of two that holds n."""
-    return 1 << (n - 1).bit_length()
