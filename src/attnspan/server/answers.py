@@ -29,6 +29,11 @@ class ChoicePiece:
     tokens: list[StreamedToken] = field(default_factory=list)
     finish_reason: str | None = None
 
+    @property
+    def scored(self) -> list[StreamedToken]:
+        """The tokens that have a log-probability."""
+        return [token for token in self.tokens if token.logprob is not None and token.token_id is not None]
+
     def add(self, token: StreamedToken) -> None:
         self.text += token.text
         self.tokens.append(token)
@@ -118,7 +123,7 @@ class CompletionAnswer(Answer):
             yield choice
 
     def _logprobs(self, piece: ChoicePiece, offset: int) -> dict[str, Any] | None:
-        scored = [token for token in piece.tokens if token.logprob is not None and token.token_id is not None]
+        scored = piece.scored
         if not scored:
             return None
         texts = [self._piece(token.token_id or 0) for token in scored]
@@ -155,14 +160,12 @@ class ChatAnswer(Answer):
             yield chunk({}, None, piece.finish_reason)
 
     def _logprobs(self, piece: ChoicePiece) -> dict[str, Any] | None:
-        scored = [token for token in piece.tokens if token.logprob is not None and token.token_id is not None]
-        if not scored:
-            return None
-        return {"content": [self._entry(token) for token in scored], "refusal": None}
-
-    def _entry(self, token: StreamedToken) -> dict[str, Any]:
-        top = [self._named(each, value) for each, value in (token.top_logprobs or {}).items()]
-        return self._named(token.token_id or 0, token.logprob) | {"top_logprobs": top}
+        entries = [
+            self._named(token.token_id or 0, token.logprob)
+            | {"top_logprobs": [self._named(each, value) for each, value in (token.top_logprobs or {}).items()]}
+            for token in piece.scored
+        ]
+        return {"content": entries, "refusal": None} if entries else None
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         text, encoded = self.tokenizer.piece(token)

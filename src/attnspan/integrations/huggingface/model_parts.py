@@ -42,9 +42,6 @@ class ModelParts:
         check_can_be_enabled(model, decoder, idle, mixing)
         check_merges_before(model, decoder)
         towers = towers_of(model, decoder)
-        return cls(called, model, decoder, _encoder_modules(model), tuple(layers), tuple(idle), tuple(mixers), towers)
-
-
-def _encoder_modules(model: PreTrainedModel) -> set[nn.Module]:
-    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
-    return set() if encoder is None or encoder is model else set(encoder.modules())
+        first = model.get_encoder() if model.config.is_encoder_decoder else model
+        encoder = set() if first is model else set(first.modules())
+        return cls(called, model, decoder, encoder, tuple(layers), tuple(idle), tuple(mixers), towers)

@@ -83,12 +83,9 @@ def towers_of(model: nn.Module, decoder: nn.Module) -> dict[str, nn.Module]:
     outside, found = modules_outside(model, decoder), dict[str, nn.Module]()
     known: set[nn.Module] = set()
     for path, module in model.named_modules():
-        if (
-            module in outside
-            and module not in known
-            and any(is_mixing(each) or token_mixing(each) is not None for each in module.modules())
-        ):
-            known |= set(module.modules())
+        inside = set(module.modules()) if module in outside - known else set[nn.Module]()
+        if any(is_mixing(each) or token_mixing(each) is not None for each in inside):
+            known |= inside
             found[path] = module
     return found
 
