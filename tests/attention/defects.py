@@ -208,7 +208,7 @@ def shards_are_packed_as_if_they_were_contiguous(plant):
 
 @defect
 def a_message_of_many_runs_is_laid_out_from_the_back(plant):
-    plant(StagedMessage, "parts", lambda real: lambda self: real(StagedMessage(self.buffer.flip(0), self._pieces)))
+    plant(StagedMessage, "land", lambda real: lambda self: real(StagedMessage(self.buffer.flip(0), self._pieces)))
 
 
 @defect

@@ -44,7 +44,7 @@ UNSERVED = ("indices", "block_indices", "cache", "cu_seq_lens_q", "cu_seq_lens_k
 """Arguments that would change the result."""
 
 
-def register() -> None:
+def register_sharded_attention() -> None:
     """Make the name known to transformers; other models do not notice."""
     AttentionInterface.register(NAME, sharded_attention)
     AttentionMaskInterface.register(NAME, requested_pattern)

@@ -44,7 +44,7 @@ from transformers.utils import ModelOutput
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import ModelError, one_of
 from attnspan.integrations.huggingface.adapters import adds_to_loss
-from attnspan.integrations.huggingface.attention import own_config, register
+from attnspan.integrations.huggingface.attention import own_config, register_sharded_attention
 from attnspan.integrations.huggingface.batches import (
     DOCUMENT_ENTRIES,
     Entries,
@@ -180,7 +180,7 @@ class Enabled:
         by_bias = bool(self.layers) and all(layer.bias or layer.cross for layer in self.layers)
         takes = self._parameters if self.decoder is self.model else self._decoder_names
         hooks = position_hooks(self.decoder, takes, self._passes.current, self._parts.encoder, by_bias)
-        register()
+        register_sharded_attention()
         own_config(self.model)
         self._binding.bind()
         self._hooks = [

@@ -46,11 +46,11 @@ def _calls_in(cls: type[nn.Module]) -> tuple[Mapping[str, ast.expr], ...]:
         for name, function in vars(base).items():
             if name not in seen and inspect.isfunction(function):
                 seen.add(name)
-                found += _calls(function)
+                found += _calls_in_function(function)
     return tuple(found)
 
 
-def _calls(function: Callable[..., object]) -> list[Mapping[str, ast.expr]]:
+def _calls_in_function(function: Callable[..., object]) -> list[Mapping[str, ast.expr]]:
     try:
         source = inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):

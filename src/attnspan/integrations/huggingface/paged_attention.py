@@ -193,7 +193,7 @@ def pattern_of_prompt(*sizes: Any, **request: Any) -> Pattern | None:
     return requested_pattern(*sizes, **request) if capturing() else None
 
 
-def register() -> None:
+def register_paged_attention() -> None:
     """Make the names known to transformers."""
     AttentionInterface.register(NAME, paged_attention)
     AttentionInterface.register(NAME_MERGING, paged_attention)

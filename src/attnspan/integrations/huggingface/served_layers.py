@@ -23,7 +23,7 @@ from attnspan.integrations.huggingface.layers import (
 )
 from attnspan.integrations.huggingface.lora import lora_layers
 from attnspan.integrations.huggingface.mixers import RecurrentMixer, recurrent_mixers
-from attnspan.integrations.huggingface.paged_attention import register
+from attnspan.integrations.huggingface.paged_attention import register_paged_attention
 from attnspan.integrations.huggingface.positions import give_positions
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.integrations.huggingface.towers import decoder_of, modules_outside
@@ -76,7 +76,7 @@ def served_layers(model: PreTrainedModel) -> ServedLayers:
         raise ModelError(f"model must have a head for the next token, got {type(model).__name__}")
     if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
         raise ModelError(f"model must have one embedding for each token, got {type(model).__name__}, which has several")
-    register()
+    register_paged_attention()
     fused = fused_modules(model, (layer.module for layer in layers))
     return ServedLayers(layers, mixers, lora_layers(model), fused)
 
