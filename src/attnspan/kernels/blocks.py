@@ -64,52 +64,63 @@ def backward(
     spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
 ) -> None:
     """(dq, dk, dv) of all rows and columns, at once."""
-    wide = lse_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    delta = final.delta()
-    rows_learned = _RowsLearned.of(spec, final, region, grads)
+    sums = _BlockGradients(spec, final, q, k, v, region, grads)
     for tile in region.tiles:
-        rows, cols = as_slice(tile.rows), as_slice(tile.cols)
         if final.grad_lse is None and _is_plain(spec, q, k, v, tile):
-            grad, query, out, lse = (x[:, :, rows] for x in (final.grad, q, final.out, final.lse))
-            found = cpu_flash.backward(spec, grad, query, k[:, :, cols], v[:, :, cols], out, lse, tile)
-            for total, at, part in zip((dq, dk, dv), (rows, cols, cols), found, strict=True):
-                total[:, :, at] += part
-            continue
-        for block in _blocks(tile, q):
-            rows, cols = as_slice(block.rows), as_slice(block.cols)
-            grad, query = (_stacked(x[:, :, rows].to(wide), k) for x in (final.grad, q))
-            key, value = k[:, :, cols].to(wide), v[:, :, cols].to(wide)
-            raw, weights = _scores(spec, q, k, block), _weights(spec, block, region, wide)
-            shares: list[Tensor] = []
+            sums.add_tile(tile)
+        else:
+            for block in _blocks(tile, q):
+                sums.add_block(block)
+    grads.add(range(q.shape[2]), range(k.shape[2]), sums.dq, sums.dk, sums.dv)
+    if sums.by_row is not None:
+        grads.row_sums.add(range(q.shape[2]), tuple(final.lse.shape), sums.by_row.sums, sums.by_row.put)
 
-            def slope(
-                scores: Tensor,
-                grad: Tensor = grad,
-                value: Tensor = value,
-                rows: slice = rows,
-                block: ScoreBlock = block,
-                weights: Tensor | None = weights,
-                shares: list[Tensor] = shares,
-            ) -> Tensor:
-                """The gradient of changed scores."""
-                shares.append(_shares(_hidden(spec, scores, block, region), final.lse[:, :, rows]))
-                d_shares = _dropped(_by_head(grad @ value.mT, q), weights)
-                if rows_learned is not None:
-                    rows_learned.sums[0, :, :, rows] += (shares[0] * d_shares).sum(-1)
-                return shares[0] * (d_shares - delta[:, :, rows].unsqueeze(-1))
 
-            d_scores, means = _pulled(spec, raw, block, region, grads.captured, slope, shares)
-            for i, mean in enumerate(means):
-                assert rows_learned is not None, "they are those that are learned by row"
-                rows_learned.sums[1 + i, :, :, rows] += mean
-            d_scores = _stacked(d_scores.masked_fill_(shares[0] == 0, 0.0) * spec.scale, k)
-            dq[:, :, rows] += _by_head(d_scores @ key, q)
-            dk[:, :, cols] += d_scores.mT @ query
-            dv[:, :, cols] += _stacked(_dropped(shares[0], weights), v).mT @ grad
-    grads.add(range(q.shape[2]), range(k.shape[2]), dq, dk, dv)
-    if rows_learned is not None:
-        grads.row_sums.add(range(q.shape[2]), tuple(final.lse.shape), rows_learned.sums, rows_learned.put)
+class _BlockGradients:
+    """The gradients of a region, added up by tiles and blocks."""
+
+    def __init__(
+        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+    ) -> None:
+        self.spec, self.final, self.region, self.captured = spec, final, region, grads.captured
+        self.q, self.k, self.v, self.wide = q, k, v, lse_dtype(q.dtype)
+        self.dq, self.dk, self.dv = (torch.zeros_like(x, dtype=self.wide) for x in (q, k, v))
+        self.delta = final.delta()
+        self.by_row = _RowsLearned.of(spec, final, region, grads)
+
+    def add_tile(self, tile: Tile) -> None:
+        """A tile of the flash kernel."""
+        rows, cols, final = as_slice(tile.rows), as_slice(tile.cols), self.final
+        grad, query, out, lse = (x[:, :, rows] for x in (final.grad, self.q, final.out, final.lse))
+        found = cpu_flash.backward(self.spec, grad, query, self.k[:, :, cols], self.v[:, :, cols], out, lse, tile)
+        for total, at, part in zip((self.dq, self.dk, self.dv), (rows, cols, cols), found, strict=True):
+            total[:, :, at] += part
+
+    def add_block(self, block: ScoreBlock) -> None:
+        """A block of scores."""
+        spec, q, k, by_row = self.spec, self.q, self.k, self.by_row
+        rows, cols = as_slice(block.rows), as_slice(block.cols)
+        grad, query = (_stacked(x[:, :, rows].to(self.wide), k) for x in (self.final.grad, q))
+        key, value = k[:, :, cols].to(self.wide), self.v[:, :, cols].to(self.wide)
+        raw, weights = _scores(spec, q, k, block), _weights(spec, block, self.region, self.wide)
+        shares: list[Tensor] = []
+
+        def slope(scores: Tensor) -> Tensor:
+            """The gradient of changed scores."""
+            shares.append(_shares(_hidden(spec, scores, block, self.region), self.final.lse[:, :, rows]))
+            d_shares = _dropped(_by_head(grad @ value.mT, q), weights)
+            if by_row is not None:
+                by_row.sums[0, :, :, rows] += (shares[0] * d_shares).sum(-1)
+            return shares[0] * (d_shares - self.delta[:, :, rows].unsqueeze(-1))
+
+        d_scores, means = _pulled(spec, raw, block, self.region, self.captured, slope, shares)
+        for i, mean in enumerate(means):
+            assert by_row is not None, "they are those that are learned by row"
+            by_row.sums[1 + i, :, :, rows] += mean
+        d_scores = _stacked(d_scores.masked_fill_(shares[0] == 0, 0.0) * spec.scale, k)
+        self.dq[:, :, rows] += _by_head(d_scores @ key, q)
+        self.dk[:, :, cols] += d_scores.mT @ query
+        self.dv[:, :, cols] += _stacked(_dropped(shares[0], weights), self.v).mT @ grad
 
 
 class ScoreBlock(NamedTuple):
