@@ -115,6 +115,7 @@ def test_numbers_that_are_none_stay_none(device, dtype):
 @pytest.mark.parametrize("dtype", fused_kernels.DTYPES)
 def test_every_kernel_is_compiled_for_hopper(dtype, monkeypatch):
     compiled = []
+    monkeypatch.setattr(fused_kernels, "dependent_launch", lambda device: {"pdl": True, "launch_pdl": True})
     kernels = {name: Compiling(fn, compiled) for name, fn in fused_kernels._compiled().items()}
     monkeypatch.setattr(fused_kernels, "_compiled", lambda: kernels)
     x = drawn(1, 3, 4, 128, device="cpu", dtype=dtype)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnspan.integrations.huggingface.dependent_launch import dependent_launch
 from attnspan.packages import has_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -180,7 +181,7 @@ def _launch(
     on_device: Any = torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
     options = {"enable_fp_fusion": False} if device.type == "cuda" else {}  # the interpreter does not know the word
     with on_device:
-        _compiled()[name][grid](*args, **constants, num_warps=warps, **options)
+        _compiled()[name][grid](*args, **constants, num_warps=warps, **options, **dependent_launch(device))
 
 
 def _next_power_of_2(n: int) -> int:
@@ -199,7 +200,11 @@ def _compiled() -> dict[str, Any]:
     # fmt: off
     @triton.jit(do_not_specialize=["rows"])
     def norm(out, total, x, other, weight, rows, eps, share,
-             n: tl.constexpr, block: tl.constexpr, per: tl.constexpr, how: tl.constexpr, added: tl.constexpr):
+             n: tl.constexpr, block: tl.constexpr, per: tl.constexpr, how: tl.constexpr, added: tl.constexpr,
+             pdl: tl.constexpr):
+        if pdl:  # see dependent_launch.py
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         row = tl.program_id(0).to(tl.int64) * per + tl.arange(0, per)
         col = tl.arange(0, block)
         real = (row < rows)[:, None] & (col < n)[None, :]
@@ -220,7 +225,10 @@ def _compiled() -> dict[str, Any]:
 
     @triton.jit(do_not_specialize=["heads", "kv_heads", "q_blocks"])
     def rotary(q_out, k_out, q, k, cos, sin, q_h, q_t, k_h, k_t, heads, kv_heads, q_blocks,
-               half: tl.constexpr, block: tl.constexpr, per: tl.constexpr, wide: tl.constexpr):
+               half: tl.constexpr, block: tl.constexpr, per: tl.constexpr, wide: tl.constexpr, pdl: tl.constexpr):
+        if pdl:  # see dependent_launch.py
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         token = tl.program_id(0).to(tl.int64)
         part = tl.program_id(1)
         dtype = q.dtype.element_ty
@@ -249,7 +257,11 @@ def _compiled() -> dict[str, Any]:
         tl.store(to + half, (c + e).to(dtype), mask=real)
 
     @triton.jit
-    def gate(out, gate, up, gate_t, up_t, n, block: tl.constexpr, kind: tl.constexpr):
+    def gate(out, gate, up, gate_t, up_t, n, block: tl.constexpr, kind: tl.constexpr,
+             pdl: tl.constexpr):
+        if pdl:  # see dependent_launch.py
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         row = tl.program_id(0).to(tl.int64)
         col = tl.program_id(1) * block + tl.arange(0, block)
         x = tl.load(gate + row * gate_t + col, mask=col < n, other=0.0).to(tl.float32)
