@@ -6,6 +6,7 @@ Kernels run on CUDA, and in Triton's interpreter, which rounds to bfloat16 by cu
 """
 
 import os
+import re
 from collections import Counter
 from contextlib import nullcontext
 
@@ -15,7 +16,15 @@ from torch.nn import functional as F
 
 from attnspan.integrations.huggingface import dependent_launch, fused_kernels, small_products
 from attnspan.integrations.huggingface.fused_kernels import ACTIVATIONS, fused_add_norm, fused_gate, fused_norm
-from attnspan.integrations.huggingface.small_products import MAX_ROWS, Tiling, gated_product, product, tiling
+from attnspan.integrations.huggingface.small_products import (
+    MAX_ROWS,
+    Tiling,
+    gated_product,
+    gated_tiling,
+    product,
+    products,
+    tiling,
+)
 from attnspan.packages import has_triton
 from tests.kernels.compiling import Compiling
 from tests.kernels.interpreter import interpreted
@@ -40,8 +49,6 @@ TILINGS = [
     None,
     Tiling(32, 64, 1, 64, 2),
     Tiling(64, 32, 3, 128, 3),
-    Tiling(16, 64, 1, 64, summed=True),
-    Tiling(16, 32, 5, 64, summed=True),
 ]
 
 
@@ -78,8 +85,6 @@ def close(found, expected, roundings=1):
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 96, 128), (2, 75, 272), (5, 33, 80), (17, 70, 448), (64, 16, 64)])
 def test_a_product_is_that_of_float64(rows, n, k, cut, device, dtype):
     """N is no multiple of a block, and K neither; with a bias, a residual, both or none."""
-    if cut is not None and cut.summed and rows > 2:
-        cut = cut._replace(summed=False)
     x, weight = matrices(rows, n, k, device, dtype)
     bias, residual = drawn(n, device=device, dtype=dtype, seed=2), drawn(1, rows, n, device=device, dtype=dtype, seed=3)
     expected = x.double() @ weight.double().T
@@ -90,13 +95,46 @@ def test_a_product_is_that_of_float64(rows, n, k, cut, device, dtype):
 
 
 @where_kernels_run
+@pytest.mark.parametrize("cut", TILINGS)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "sizes", "k"),
+    [(1, (96, 32), 128), (2, (32, 8, 75), 272), (3, (64, 64, 64), 64), (33, (40, 40), 1056), (64, (8, 72, 1), 80)],
+)
+def test_products_of_several_matrices_are_those_of_each(rows, sizes, k, has_bias, cut, device, dtype):
+    """Each result is contiguous, as it is of a single matrix."""
+    weights = [matrices(1, n, k, device, dtype)[1] * (i + 1) for i, n in enumerate(sizes)]
+    x, _ = matrices(rows, 1, k, device, dtype)
+    biases = [drawn(n, device=device, dtype=dtype, seed=n) for n in sizes] if has_bias else None
+    found = products(x, weights, biases, cut)
+    for i, (each, weight) in enumerate(zip(found, weights, strict=True)):
+        assert each.is_contiguous()
+        close(each, x.double() @ weight.double().T + (biases[i].double() if has_bias else 0))
+
+
+@where_kernels_run
+@pytest.mark.parametrize("splits", [1, 3])
+def test_several_matrices_have_the_bits_of_one_after_another(splits, device, dtype):
+    x, weight = matrices(3, 192, 448, device, dtype)
+    bias, cut = drawn(192, device=device, dtype=dtype), Tiling(32, 64, splits, 64, 2)
+    parts = [each.contiguous() for each in weight.split([128, 8, 56])], [*bias.split([128, 8, 56])]
+    alone = [product(x, *each, cut=cut) for each in zip(*parts, strict=True)]
+    assert all(map(torch.equal, products(x, *parts, cut), alone))
+
+
+@where_kernels_run
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("cut", [None, Tiling(32, 64, 1, 64, 2), Tiling(16, 64, 1, 64, summed=True)])
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 96, 128), (2, 37, 272)])
+@pytest.mark.parametrize("cut", [None, Tiling(32, 64, 1, 64, 2)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 96, 128), (2, 37, 272), (40, 65, 80)])
 def test_a_gated_product_is_that_of_float64(rows, n, k, cut, activation, device, dtype):
+    """Of two matrices, and of the halves of one."""
     x, weight = matrices(rows, 2 * n, k, device, dtype)
     gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
-    close(gated_product(x, weight, activation, cut), ACTIVATIONS[activation](gate) * up, 5)
+    expected = ACTIVATIONS[activation](gate) * up
+    halves = weight.chunk(2)
+    close(gated_product(x, *halves, activation, cut), expected, 5)
+    apart = gated_product(x, *(each.clone() for each in halves), activation, cut)
+    assert torch.equal(apart, gated_product(x, *halves, activation, cut))
 
 
 @where_kernels_run
@@ -120,7 +158,7 @@ def test_numbers_that_are_none_stay_with_their_row(device, dtype):
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (99, 80)])
 def test_every_part_of_k_is_some_blocks(n, k, rows):
     cut = tiling(rows, n, k)
-    assert cut.splits == 1 or cut.block_k * (cut.splits - 1) < k
+    assert cut.splits == 1 or k >= 512 * cut.splits
     assert cut.ahead % 64 == 0
 
 
@@ -139,7 +177,12 @@ def test_every_part_of_k_is_some_blocks(n, k, rows):
         ("a weight by columns", lambda x, w: product(x, w.T.contiguous().T)),
         ("an odd K", lambda x, w: product(x[..., :24], w[:, :24].contiguous())),
         ("an address that is not aligned", lambda x, w: product(drawn_at_one(x), w)),
-        ("an odd number of rows for a gate", lambda x, w: gated_product(x, w[:7], "silu")),
+        ("a gate of another size", lambda x, w: gated_product(x, w[:7], w, "silu")),
+        ("four matrices", lambda x, w: products(x, [w] * 4)),
+        ("matrices of another K", lambda x, w: products(x, [w, w[:, :48].contiguous()])),
+        ("results that are not aligned", lambda x, w: products(x, [w[:7], w])),
+        ("a bias of some", lambda x, w: products(x, [w, w], [w[:, 0].clone()])),
+        ("up by columns", lambda x, w: gated_product(x, w, w.T.contiguous().T, "silu")),
     ],
 )
 def test_there_is_no_kernel_for(what, call):
@@ -167,13 +210,19 @@ def test_every_kernel_is_compiled_for_hopper(rows, dtype, monkeypatch):
     monkeypatch.setattr(small_products, "_compiled", lambda: kernels)
     monkeypatch.setattr(small_products, "dependent_launch", lambda device: {"pdl": True, "launch_pdl": True})
     x, weight = matrices(rows, 32, 4096, "cpu", dtype)
-    residual = product(x, weight, None, None)
-    product(x, weight, weight[:, 0].clone(), residual, tiling(rows, 28672, 4096))
-    gated_product(x, weight, "silu", tiling(rows, 14336, 4096))
-    if rows == 1:
-        product(x, weight, None, residual, Tiling(16, 256, summed=True))
-    assert Counter(name for name, _ in compiled) >= Counter(multiply=3, join=1)
-    assert max(shared for _, shared in compiled) <= SHARED_MEMORY
+    residual, bias = product(x, weight, None, None), weight[:, 0].clone()
+    product(x, weight, bias, residual, tiling(rows, 28672, 4096))
+    products(x, [weight] * 2, None, tiling(rows, 28672, 4096))
+    products(x, [weight] * 3, [bias] * 3, tiling(rows, 6144, 4096))
+    gated_product(x, weight, weight, "silu", gated_tiling(rows, 8192))
+    gated_product(x, weight, weight, "silu", gated_tiling(rows, 14336))
+    assert Counter(each.name for each in compiled) == Counter(multiply=6, join=2)
+    assert max(each.shared for each in compiled) <= SHARED_MEMORY
+    for each in compiled:
+        if each.name == "multiply":  # weights and tokens are copied to shared memory, 16 bytes at a time
+            copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", each.ptx)
+            assert len(copies) >= 4
+            assert set(copies) == {"0x10"}
 
 
 @pytest.fixture
@@ -188,11 +237,11 @@ def no_dependent_launch(monkeypatch):
 def layers(x, weights, between):
     """A few layers without attention, as a served model has them, with `between` in two places of each."""
     one = torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
-    for i, (qkv, o, gate_up, down) in enumerate(weights):
+    for i, (q, k, v, o, gate, up, down) in enumerate(weights):
         y = fused_norm(x, one, 1e-5, "rounded")
-        y = between(product(y, qkv)[..., : x.shape[-1]])
+        y = between(products(y, [q, k, v])[0])
         x, y = fused_add_norm(x, between(product(y, o)), one, 1e-5, "rounded")
-        y = gated_product(y, gate_up, "silu") if i % 2 else fused_gate(*product(y, gate_up).chunk(2, -1), "silu")
+        y = gated_product(y, gate, up, "silu") if i % 2 else fused_gate(*products(y, [gate, up]), "silu")
         x = product(y, down, None, x)
     return x
 
@@ -205,8 +254,9 @@ def test_on_cuda_a_chain_has_the_bits_of_one_without_dependent_launches(between,
     hidden, inner = 1024, 2816
     x = drawn(1, rows, hidden, device="cuda", dtype=torch.bfloat16)
     weights = [
-        [(drawn(n, k, device="cuda", dtype=torch.float32, seed=4 * i + j) * k**-0.5).bfloat16()
-         for j, (n, k) in enumerate([(1536, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)])]
+        [(drawn(n, k, device="cuda", dtype=torch.float32, seed=7 * i + j) * k**-0.5).bfloat16()
+         for j, (n, k) in enumerate([(hidden, hidden), *[(256, hidden)] * 2, (hidden, hidden),
+                                     *[(inner, hidden)] * 2, (hidden, inner)])]
         for i in range(4)
     ]  # fmt: skip
     kept = torch.empty_like(x)

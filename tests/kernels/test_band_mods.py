@@ -272,8 +272,8 @@ def test_every_program_is_compiled_for_hopper(monkeypatch, name, asks, learns):
     mods = band_mods.ModsArgs.of(spec, region, band_mods.wanted(spec, region, grads))
     into = GradientBuffers(*(torch.empty(1, 4, n, 128) for _ in range(3)))
     bands.backward(spec, BackwardInputs(x, None, x, lse), x, x, x, tiles, into, mods)
-    assert [fn for fn, _ in compiled] == ["forward", "by_rows", "by_keys"]
-    assert all(size <= memory for _, size in compiled), compiled
+    assert [each.name for each in compiled] == ["forward", "by_rows", "by_keys"]
+    assert all(each.shared <= memory for each in compiled), compiled
 
 
 @compiles

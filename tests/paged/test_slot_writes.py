@@ -103,7 +103,7 @@ def test_it_is_compiled_for_hopper(dtype, stored, monkeypatch):
         (pages(8, d, dtype, stored, "cpu") for d in (128, 64)),
     )
     slot_writes.write(list(zip(into, given, strict=True)), torch.tensor(SLOTS))
-    assert [name for name, _ in compiled] == ["write_slots"]
+    assert [each.name for each in compiled] == ["write_slots"]
 
 
 @pytest.mark.parametrize(
