@@ -32,6 +32,7 @@ Over pages:
     serving_binding.py     attributes that are set on it while engines serve it
     paged_attention.py     the attention function of layers, during one call of the model
     fused_modules.py       modules that run as one kernel on CUDA (fused_kernels.py: the kernels and their formulas)
+    linear_products.py     its Linear layers in calls that a graph captures
     small_products.py      products of few rows, in Triton (dependent_launch.py: how our kernels follow each other)
     probe.py               a self-test: the model runs on two tokens
     embedding.py           prompts with images or sounds

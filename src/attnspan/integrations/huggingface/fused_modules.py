@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from attnspan.engine.fingerprint import ServingMethod
-from attnspan.integrations.huggingface.classes import class_of
+from attnspan.integrations.huggingface.classes import class_of, is_compiled
 from attnspan.integrations.huggingface.fused_kernels import (
     ACTIVATIONS,
     DTYPES,
@@ -45,6 +45,7 @@ from attnspan.integrations.huggingface.fused_kernels import (
     normed,
     rotated,
 )
+from attnspan.integrations.huggingface.linear_products import current_products, is_watched
 from attnspan.integrations.huggingface.rebinding import can_be_rebound, names_in, rebound
 from attnspan.integrations.huggingface.tensor_parallel import tensor_parallel_mesh
 
@@ -107,9 +108,9 @@ def fused_modules(model: nn.Module, attention: Iterable[nn.Module]) -> list[Fuse
                 found += _mlp(module, draw)
             elif module._modules.keys() == set(LAYER):
                 layers.append(module)
-        norms = {each.module: each.formula for each in found if each.formula[0] == "norm"}
+        formulas = {each.module: each.formula for each in found}
         for layer in layers:
-            found += _layer(layer, norms, draw)
+            found += _layer(layer, formulas, draw)
     return found
 
 
@@ -140,10 +141,7 @@ def _own_forward(module: nn.Module) -> bool:
 
 
 def _compiled_parts(model: nn.Module) -> set[nn.Module]:
-    compiled = (
-        each for each in model.modules() if type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
-    )
-    return {part for each in compiled for part in each.modules()}
+    return {part for each in filter(is_compiled, model.modules()) for part in each.modules()}
 
 
 def _mentions_only(module: nn.Module, names: frozenset[str], *methods: str) -> bool:
@@ -261,9 +259,29 @@ def _gate_and_up(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 def _mlp_forward(module: nn.Module, activation: str, *args: Tensor, **kwargs: Tensor) -> object:
     if len(args) != 1 or kwargs or torch.is_grad_enabled():
         return type(module).forward(module, *args, **kwargs)
-    gate, up = _gate_and_up(module, args[0])
+    return _part(module, "down_proj")(_gated(module, activation, args[0]))
+
+
+def _gated(module: nn.Module, activation: str, x: Tensor) -> Tensor:
+    """What an MLP gives to its last matrix."""
+    products = current_products()
+    found = None if products is None else products.gated(module, activation, x)
+    if found is not None:
+        return found
+    gate, up = _gate_and_up(module, x)
     found = fused_gate(gate, up, activation)
-    return _part(module, "down_proj")(gated(gate, up, activation) if found is None else found)
+    return gated(gate, up, activation) if found is None else found
+
+
+def _mlp_and_sum(mlp: nn.Module, activation: str | None, x: Tensor, total: Tensor) -> object:
+    """total + mlp(x); the sum in the kernel of the MLP's last matrix, if nothing but that kernel would see it."""
+    products = current_products()
+    served = isinstance(vars(mlp).get("forward"), ServingMethod) and not is_watched(mlp)
+    if products is None or activation is None or not served:
+        return total + mlp(x)
+    given = _gated(mlp, activation, x)
+    found = products.down(mlp._modules["down_proj"], given, total)
+    return total + _part(mlp, "down_proj")(given) if found is None else found
 
 
 # ---- layers: a sum and the norm after it -----------------------------------------------------------------------------
@@ -281,11 +299,11 @@ class _Part(nn.Module):
         return self.function(hidden_states)
 
 
-def _layer(layer: nn.Module, norms: Mapping[nn.Module, tuple[object, ...]], draw: _Draw) -> Iterator[FusedModule]:
+def _layer(layer: nn.Module, formulas: Mapping[nn.Module, tuple[object, ...]], draw: _Draw) -> Iterator[FusedModule]:
     """A layer whose second norm was recognised, if its forward is the formula of `LAYER` and passes its other arguments
     to attention alone."""
-    forward, formula = type(layer).forward, norms.get(layer._modules[SECOND] or layer)
-    if formula is None or not isinstance(forward, FunctionType):
+    forward, formula = type(layer).forward, formulas.get(layer._modules[SECOND] or layer)
+    if formula is None or formula[0] != "norm" or not isinstance(forward, FunctionType):
         return
     if not set(LAYER).issuperset(names_in(forward.__code__)):
         return
@@ -315,12 +333,16 @@ def _layer(layer: nn.Module, norms: Mapping[nn.Module, tuple[object, ...]], draw
     same = isinstance(given, Tensor) and torch.equal(given, total + torch.tanh(second))
     handed = parts[ATTENTION].given == marks and not any(parts[place].given for place in (FIRST, SECOND, MLP))
     if same and handed and found is not None and torch.equal(found[0], total) and agree(found[1], second):
-        yield FusedModule(layer, ("layer", variant, name), partial(_layer_forward, layer, variant, name, defaults))
+        kind, *of_mlp = formulas.get(layer._modules[MLP] or layer, ("other",))
+        activation = str(of_mlp[0]) if kind == "mlp" else None
+        ours = partial(_layer_forward, layer, variant, name, activation, defaults)
+        yield FusedModule(layer, ("layer", variant, name, activation), ours)
 
 
 def _layer_forward(
-    layer: nn.Module, variant: str, name: str, defaults: Mapping[str, object], *args: Tensor, **kwargs: object
-) -> object:
+    layer: nn.Module, variant: str, name: str, activation: str | None, defaults: Mapping[str, object],
+    *args: Tensor, **kwargs: object,
+) -> object:  # fmt: skip
     parts: dict[str, Any] = layer._modules
     norm = parts[SECOND]
     if len(args) != 1 or torch.is_grad_enabled() or norm._forward_hooks or norm._forward_pre_hooks:
@@ -329,7 +351,7 @@ def _layer_forward(
     attended, _ = parts[ATTENTION](hidden_states=parts[FIRST](x), **{**defaults, **kwargs})
     found = fused_add_norm(x, attended, norm.weight, vars(norm)[name], variant)
     total, second = found or (x + attended, None)
-    return total + parts[MLP](norm(total) if second is None else second)
+    return _mlp_and_sum(parts[MLP], activation, norm(total) if second is None else second, total)
 
 
 # ---- rotary embeddings -----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from attnspan.integrations.huggingface.dependent_launch import dependent_launch
-from attnspan.integrations.huggingface.fused_kernels import ACTIVATIONS
+from attnspan.integrations.huggingface.fused_kernels import ACTIVATIONS, is_available
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -53,6 +53,19 @@ MULTIPROCESSORS = 132
 """Of an H200, on which tilings were measured."""
 
 MAX_SPLITS = 4
+
+
+SHARED_MEMORY = 147456
+"""Bytes that a program takes at most."""
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether there are products for a device: NVIDIA's of compute capability 8 and 9 with enough shared memory."""
+    if device.type != "cuda" or not is_available(device):
+        return is_available(device)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0)
+    return torch.version.cuda is not None and properties.major in (8, 9) and shared >= SHARED_MEMORY
 
 
 class Tiling(NamedTuple):
@@ -182,7 +195,8 @@ def _rows_of(x: Tensor, weights: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _is_unlike(other: Tensor, x: Tensor) -> bool:
-    return other.dtype != x.dtype or other.device != x.device or not other.is_contiguous()
+    same = other.dtype == x.dtype and other.device == x.device and other.layout == torch.strided
+    return not (same and other.is_contiguous())
 
 
 def _multiply(

@@ -32,6 +32,7 @@ from attnspan.integrations.huggingface.generation_config import defaults_of
 from attnspan.integrations.huggingface.inline_attention import NO_MASK, position_bias
 from attnspan.integrations.huggingface.latents import latent_source
 from attnspan.integrations.huggingface.layers import AttentionLayer
+from attnspan.integrations.huggingface.linear_products import LinearProducts
 from attnspan.integrations.huggingface.lora import AdapterRows, check_adapter, is_lora_layer
 from attnspan.integrations.huggingface.mixers import replaceable_methods
 from attnspan.integrations.huggingface.paged_attention import ModelCall, call_wants_latents, keep_logits, run_call
@@ -88,6 +89,7 @@ class TransformersModel:
         )
         self._extra_arguments = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
         self._decoder_names = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
+        self._products = LinearProducts(model, device)
         self._position_offset = 0
         if self._all_logits and (head := head_of(model)) is not None:
             weakref.finalize(self, head.register_forward_pre_hook(keep_logits).remove)
@@ -146,6 +148,8 @@ class TransformersModel:
             rows = AdapterRows(batch) if batch.adapters else None
             order, mixers = self._order, self._mixers
             model_call = ModelCall(attention, order, mixers, self._latents, logits_to_keep=kept, adapters=rows)
+            if _is_captured(batch):
+                return run_call(model_call, self._products.run, self._run, batch)
             return run_call(model_call, self._run, batch)
 
     def _run(self, batch: PackedBatch) -> Tensor:
@@ -218,6 +222,11 @@ class TransformersModel:
         found = next((each.dtype for each in self._weights.values() if each is not None), dtype)
         if found != dtype:
             raise EngineError(f"model is {found}, and its pages are {dtype}; make a new engine")
+
+
+def _is_captured(batch: PackedBatch) -> bool:
+    """Whether it is the batch of a call that a graph captures, or of one that warms it up."""
+    return batch.logits_to_keep is None
 
 
 def _served_methods(module: nn.Module, *, fused: bool) -> tuple[str, ...]:
