@@ -11,7 +11,8 @@ matrices in bfloat16. Both ceilings are measured in the same run. Weights are ra
 tokens, CUDA graphs. Steps are timed by the clock, from call to call.
 
 A breakdown is `torch.profiler`'s of some steps, by the names of kernels. `idle`: no kernel runs, the device waits for
-the host. Requests that arrive over a second wait for their first tokens: the load of a server, without HTTP.
+the host. Kernels that are launched while the one before runs count their wait for it. Requests that arrive over a
+second wait for their first tokens: the load of a server, without HTTP.
 
 Cells come in the order of their value; none begins when `--limit` seconds have passed, and the page is written after
 each.
@@ -30,8 +31,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnspan import Engine, SamplingParams
-from attnspan.integrations.huggingface import served_layers
+from attnspan.integrations.huggingface import linear_products, served_layers
 from benchmarks import bench_paged
 from benchmarks.report import command, folded, header
 
@@ -239,12 +240,28 @@ def decoding(
     return engine, taken
 
 
-def decode(bench: Bench, name: str, rows: int, length: int, kv_dtype: str | None = None, plain: bool = False) -> None:
-    """`plain`: the model's own small functions, and every step when the tokens of the last are read."""
+@contextmanager
+def kernels_of(plain: bool, products: bool = True) -> Iterator[None]:
+    """Engines that are made inside have torch's products unless `products`; if `plain`, no kernels of ours but
+    attention's."""
+    with ExitStack() as stack:
+        if plain:
+            stack.enter_context(patch.object(served_layers, "fused_modules", lambda *_: []))
+        if plain or not products:
+            stack.enter_context(patch.object(linear_products, "runs_on", lambda device: False))
+        yield
+
+
+def decode(
+    bench: Bench, name: str, rows: int, length: int, kv_dtype: str | None = None, plain: bool = False,
+    products: bool = True,
+) -> None:  # fmt: skip
+    """`plain`: the model's own functions, and every step when the tokens of the last are read."""
     shape, _ = bench.model(name)
-    with patch.object(served_layers, "fused_modules", lambda *_: []) if plain else nullcontext():
+    with kernels_of(plain, products):
         engine, taken = decoding(bench, name, rows, length, plain, kv_dtype=kv_dtype)
-    pages, what = kv_dtype or str(bench.dtype)[6:], f"{rows} x {length}{', plain' if plain else ''}"
+    variant = ", plain" if plain else "" if products else ", torch's products"
+    pages, what = kv_dtype or str(bench.dtype)[6:], f"{rows} x {length}{variant}"
     tokens = rows * min(length, length if bench.cuda else 40)
     rate = shape.prefill_flops(rows, tokens // rows) / taken
     began = bench.now()
@@ -275,7 +292,7 @@ KINDS = {
     "copies": r"memcpy|memset",
     "attention": r"attend_s|flash|fmha|index_put|indexing_backward|scatter_pages|write",
     "sampling": r"argmax|maxops|maxnan|softmax|topk|sort|philox",
-    "matmuls": r"gemm|gemv|cutlass|nvjet|splitk|cublas|xmma",
+    "matmuls": r"gemm|gemv|cutlass|nvjet|splitk|cublas|xmma|^multiply$|^join$",
 }
 """By the names of kernels, the first that fits; all else is norms, rotary embeddings, activations and additions."""
 
@@ -394,7 +411,7 @@ def arrivals(bench: Bench, name: str, requests: int = 64, plain: bool = False) -
     draw = torch.Generator().manual_seed(requests)
     lengths = torch.randint(128, 1025, (requests,), generator=draw).tolist()
     due = sorted(torch.rand(requests, generator=draw).tolist()) if requests > 1 else [0.0]
-    with patch.object(served_layers, "fused_modules", lambda *_: []) if plain else nullcontext():
+    with kernels_of(plain):
         engine = bench.engine(name, requests, 1024, max_tokens=2048 if bench.cuda else 64)
         engine.warm_up()
     engine._runner.runs_ahead = bench.cuda and not plain
@@ -470,7 +487,8 @@ def checks(bench: Bench) -> None:
 
 
 TESTS = (
-    "-m", "cuda", "tests/integrations/test_fused.py", "tests/paged/test_slot_writes.py", "tests/engine/test_ahead.py"
+    "-m", "cuda", "tests/integrations/test_fused.py", "tests/integrations/test_small_products.py",
+    "tests/integrations/test_linear_products.py", "tests/paged/test_slot_writes.py", "tests/engine/test_ahead.py"
 )  # fmt: skip
 """Of the kernels that stand in for eager torch, on the device, and of steps that are launched ahead."""
 
@@ -502,6 +520,10 @@ CELLS: dict[str, Callable[[Bench], None]] = {
     "8B 32 x 512": lambda bench: decode(bench, "8B", 32, 512),
     "8B 64 x 2k": lambda bench: decode(bench, "8B", 64, 2048),
     "8B 1 x 512": lambda bench: decode(bench, "8B", 1, 512),
+    "8B 1 x 512 cuBLAS": lambda bench: decode(bench, "8B", 1, 512, products=False),
+    "8B 32 x 512 cuBLAS": lambda bench: decode(bench, "8B", 32, 512, products=False),
+    "8B 64 x 2k cuBLAS": lambda bench: decode(bench, "8B", 64, 2048, products=False),
+    "1.1B 1 x 512 cuBLAS": lambda bench: decode(bench, "1.1B", 1, 512, products=False),
     "8B 256 x 512": lambda bench: decode(bench, "8B", 256, 512),
     "8B prefill": lambda bench: prefill(bench, "8B", 16, 2048),
     "8B first tokens": lambda bench: first_tokens(bench, "8B"),
