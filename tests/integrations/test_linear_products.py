@@ -8,6 +8,7 @@ place of ours, in every step as if a graph captured it:
 
 import copy
 import os
+import random
 import threading
 from collections import Counter
 from contextlib import nullcontext
@@ -329,6 +330,65 @@ def test_a_kept_result_is_for_the_call_that_it_was_computed_for(scene, bias, cou
     found = results(scene, ours, LinearProducts(ours, CPU))
     assert counts["products"]
     assert all(map(torch.equal, found, results(scene, plain)))
+
+
+PARTS = ["first.q_proj", "first.k_proj", "first.v_proj", "second.q_proj", "second.k_proj"]
+CHANGES = [
+    "written", "written unseen", "another", "freed", "result written",
+    "weight written", "weight written unseen", "weight replaced", "bias gone",
+]  # fmt: skip
+
+
+def drawn_steps(draw):
+    """What happens in a call: mostly products of the first module and the first x."""
+
+    def step():
+        what = "call" if draw.random() < 0.6 else draw.choice(CHANGES)
+        return what, draw.choice(PARTS), int(draw.random() < 0.2)
+
+    return [("call", "first.q_proj", 0), *(step() for _ in range(draw.randrange(1, 8)))]
+
+
+def played(m, steps):
+    """The results of some calls, with changes in between."""
+    xs, last = [x_of(1), x_of(2)], torch.zeros(1)
+    for number, (what, name, at) in enumerate(steps):
+        linear = m.get_submodule(name)
+        if what == "call":
+            last = linear(xs[at])
+            yield last.clone()
+        elif what == "written":
+            xs[at][0, 1].mul_(-2)
+        elif what == "written unseen":
+            xs[at].data.neg_()
+        elif what == "another":
+            xs[at] = xs[at].clone()
+        elif what == "freed":
+            xs[at] = None
+            xs[at] = x_of(number)
+        elif what == "result written":
+            last.zero_()
+        elif what == "weight written":
+            linear.weight.mul_(-1)
+        elif what == "weight written unseen":
+            linear.weight.data.add_(1)
+        elif what == "weight replaced":
+            linear.weight = nn.Parameter(linear.weight + 2, requires_grad=False)
+        elif linear.bias is not None:
+            linear.bias = None
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_any_calls_and_changes_have_the_results_of_torch(turn, counts, unchecked):
+    """Two calls of a model, one after another."""
+    draw = random.Random(turn)
+    for _ in range(100):
+        plain, ours = Model(), Model()
+        products = LinearProducts(ours, CPU)
+        for steps in (drawn_steps(draw), drawn_steps(draw)):
+            with torch.no_grad():
+                found = products.run(lambda steps=steps, ours=ours: list(played(ours, steps)))
+                assert all(map(torch.equal, found, list(played(plain, steps)))), steps
 
 
 def test_a_result_that_is_not_told_apart_would_show(counts, unchecked, monkeypatch):
