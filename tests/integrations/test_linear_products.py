@@ -33,7 +33,6 @@ from tests.kernels.interpreter import interpreted
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
 in_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and TRITON_INTERPRET=1 in the environment")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ def counts(monkeypatch):
 
     for each in (product, products, gated_product):
         monkeypatch.setattr(linear_products, each.__name__, each)
-    monkeypatch.setattr(linear_products, "runs_on", lambda device: True)
+    monkeypatch.setattr(linear_products, "runs_on", lambda *_: True)
     return found
 
 
@@ -327,7 +326,7 @@ def test_a_kept_result_is_for_the_call_that_it_was_computed_for(scene, bias, cou
     if not bias and scene in (weights_that_are_written, weights_that_are_written_unseen):
         pytest.skip("writes a bias")
     plain, ours = Model(bias), Model(bias)
-    found = results(scene, ours, LinearProducts(ours, CPU))
+    found = results(scene, ours, LinearProducts(ours))
     assert counts["products"]
     assert all(map(torch.equal, found, results(scene, plain)))
 
@@ -384,7 +383,7 @@ def test_any_calls_and_changes_have_the_results_of_torch(turn, counts, unchecked
     draw = random.Random(turn)
     for _ in range(100):
         plain, ours = Model(), Model()
-        products = LinearProducts(ours, CPU)
+        products = LinearProducts(ours)
         for steps in (drawn_steps(draw), drawn_steps(draw)):
             with torch.no_grad():
                 found = products.run(lambda steps=steps, ours=ours: list(played(ours, steps)))
@@ -398,7 +397,7 @@ def test_a_result_that_is_not_told_apart_would_show(counts, unchecked, monkeypat
     wrong = []
     for scene in SCENES:
         ours = Model()
-        found = results(scene, ours, LinearProducts(ours, CPU), calls=1)
+        found = results(scene, ours, LinearProducts(ours), calls=1)
         if not all(map(torch.equal, found, results(scene, Model(), calls=1))):
             wrong.append(scene)
     assert {another_x, an_x_that_is_written, an_x_that_is_written_unseen, an_x_that_is_handed_over,
@@ -407,7 +406,7 @@ def test_a_result_that_is_not_told_apart_would_show(counts, unchecked, monkeypat
 
 def test_parts_of_one_x_are_one_launch_and_others_are_not(counts, unchecked):
     model = Model()
-    products = LinearProducts(model, CPU)
+    products = LinearProducts(model)
     results(in_order, model, products, calls=2)
     assert counts == {"products": 4}
     results(another_x, model, products, calls=1)
@@ -418,7 +417,7 @@ def test_parts_of_one_x_are_one_launch_and_others_are_not(counts, unchecked):
 
 def test_a_call_that_fails_leaves_nothing(counts, unchecked):
     model, [x, y] = Model(), map(x_of, range(2))
-    products = LinearProducts(model, CPU)
+    products = LinearProducts(model)
 
     def breaks():
         model.first.q_proj(x)
@@ -435,7 +434,7 @@ def test_a_call_that_fails_leaves_nothing(counts, unchecked):
 
 def test_a_mode_that_an_interrupt_left_behind_does_nothing(counts, unchecked):
     model, x = Model(), x_of()
-    left = linear_products.ProductCall(LinearProducts(model, CPU))
+    left = linear_products.ProductCall(LinearProducts(model))
     with torch.no_grad(), left:
         assert torch.equal(model.first.q_proj(x), F.linear(x, model.first.q_proj.weight, model.first.q_proj.bias))
         assert linear_products.current_products() is None
@@ -457,7 +456,7 @@ class Watching(TorchFunctionMode):
 
 def test_calls_that_torch_would_record_or_cast_are_its_own(counts):
     model, x = Model(), x_of()
-    products = LinearProducts(model, CPU)
+    products = LinearProducts(model)
 
     def asked(function=lambda: model.first.k_proj(x)):
         counts.clear()
@@ -486,7 +485,7 @@ class Watched(torch.Tensor):
 def test_tensors_without_versions_keep_nothing(counts, unchecked):
     with torch.inference_mode():
         model = Model()
-        assert all(map(torch.equal, results(in_order, model, LinearProducts(model, CPU)), results(in_order, model)))
+        assert all(map(torch.equal, results(in_order, model, LinearProducts(model)), results(in_order, model)))
     assert not counts["products"]
 
 
@@ -494,7 +493,7 @@ def test_a_product_that_differs_while_a_call_warms_up_ends_them_all(counts, monk
     right = linear_products.product
     monkeypatch.setattr(linear_products, "product", lambda *given: right(*given) * 1.1)
     model = Model()
-    products = LinearProducts(model, CPU)
+    products = LinearProducts(model)
     found = results(backwards, model, products)
     assert counts["product"] == 1
     assert not products.agreed
@@ -573,6 +572,22 @@ def test_steps_that_no_graph_captures_are_torchs(counts, formulas):  # noqa: F81
     engine, [prompt] = Engine(copy.deepcopy(tiny("Llama")), pages=16), prompts([5])
     assert said_by(engine, [prompt]) == [greedy(tiny("Llama"), prompt, 6)]
     assert not counts
+
+
+def test_the_batch_that_a_graph_captures_is_told_from_others():
+    engine, batches = Engine(copy.deepcopy(tiny("Llama")), pages=16), []
+    runner = engine._runner
+    runner._call = lambda batch, attention: batches.append(batch)
+    engine.add([1, 2, 3])
+    [chunk] = engine._scheduler.schedule()
+    runner.prepare([chunk])
+    runner.run([chunk])
+    runner._decode(torch.tensor([5]))
+    assert [transformers_model._is_captured(batch) for batch in batches] == [False, True]
+
+
+def test_models_in_float32_are_torchs():
+    assert not LinearProducts(copy.deepcopy(tiny("Llama"))).runs
 
 
 def test_engines_of_one_model_take_turns(served):

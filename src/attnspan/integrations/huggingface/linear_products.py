@@ -101,8 +101,9 @@ def _sees() -> bool:
 class LinearProducts:
     """The products of one engine's model, over all calls: which modules are left apart, and whether all have agreed."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.runs = model, runs_on(device) and _sees()
+    def __init__(self, model: nn.Module) -> None:
+        weight = next(model.parameters())
+        self.model, self.runs = model, runs_on(weight.device, weight.dtype) and _sees()
         self.apart: WeakSet[nn.Module] = WeakSet()
         self.agreed = True  # with torch's, so far
 

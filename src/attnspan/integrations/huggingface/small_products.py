@@ -59,10 +59,12 @@ SHARED_MEMORY = 147456
 """Bytes that a program takes at most."""
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether there are products for a device: NVIDIA's of compute capability 8 and 9 with enough shared memory."""
-    if device.type != "cuda" or not is_available(device):
-        return is_available(device)
+def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device has products: NVIDIA's of compute capability 8 and 9 with enough shared memory."""
+    if dtype not in DTYPES or not is_available(device):
+        return False
+    if device.type != "cuda":  # the interpreter
+        return True
     properties = torch.cuda.get_device_properties(device)
     shared = getattr(properties, "shared_memory_per_block_optin", 0)
     return torch.version.cuda is not None and properties.major in (8, 9) and shared >= SHARED_MEMORY

@@ -89,7 +89,7 @@ class TransformersModel:
         )
         self._extra_arguments = {"attention_mask": NO_MASK} if model.config.model_type == "mpt" else {}
         self._decoder_names = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
-        self._products = LinearProducts(model, device)
+        self._products = LinearProducts(model)
         self._position_offset = 0
         if self._all_logits and (head := head_of(model)) is not None:
             weakref.finalize(self, head.register_forward_pre_hook(keep_logits).remove)
