@@ -737,6 +737,9 @@ def test_in_the_interpreter_a_model_in_float16_has_the_logits_of_torchs_products
 def test_on_cuda_a_captured_step_has_the_logits_of_torchs_products(name, rows, monkeypatch):
     family, changes = FAMILIES[name]
     model = copy.deepcopy(tiny(family, **changes, **WIDE)).to("cuda", torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(0.1)  # wide layers of large weights make much of a rounding
     asked, run = prompts([5, 17, 1] * 22)[:rows], CudaGraphs.run
     found, served, ours_run = list[torch.Tensor](), [], LinearProducts.run
 
