@@ -10,7 +10,7 @@ from launch import device, launch, mesh_of, say
 from torch.distributed.fsdp import fully_shard
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from attnspan.integrations.huggingface import enable
+import attnspan as span
 
 VOCAB, LENGTHS, STEPS = 256, [90, 7, 130, 29], 4  # 256 tokens in four documents
 CONFIG = Gemma3TextConfig(
@@ -40,7 +40,9 @@ def main():
     model = copy.deepcopy(alone)
 
     mesh = mesh_of(-1)
-    handle = enable(model, mesh)  # from here on: whole batches in, this rank's tokens computed, everybody's loss out
+    handle = span.enable(
+        model, mesh
+    )  # from here on: whole batches in, this rank's tokens computed, the loss of all out
     for layer in handle.layers:
         say(layer)
     for block in model.model.layers:

@@ -9,8 +9,7 @@ import torch
 from launch import device, launch, mesh_of, say
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from attnspan import Engine, SamplingParams
-from attnspan.integrations.huggingface import enable
+import attnspan as span
 
 IMAGE, VOCAB, STEPS, ROWS = 60, 64, 60, 16
 QUESTION, ANSWERS = [7, 8, 9], torch.tensor([20, 21, 22, 23])  # which corner?  upper left, upper right, lower ...
@@ -61,7 +60,7 @@ def main():
         model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.5)
     alone = copy.deepcopy(model)
 
-    handle = enable(model, mesh_of(-1))  # towers run whole on every rank, the decoder on this rank's tokens
+    handle = span.enable(model, mesh_of(-1))  # towers run whole on every rank, the decoder on this rank's tokens
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone))
     for step in range(STEPS):
         loss = model(**lesson(step)).loss
@@ -80,14 +79,16 @@ def main():
     handle.disable()
 
     # Images that were not there in training, over pages. The second question about one image finds it in the cache.
-    engine = Engine(model.eval(), pages=32, page_size=4)
+    engine = span.Engine(model.eval(), pages=32, page_size=4)
     right = 0
     for corner in range(4):
-        [answer] = engine.generate([asked(torch.tensor([corner]), 1000 + corner)], SamplingParams(max_new_tokens=1))
+        [answer] = engine.generate(
+            [asked(torch.tensor([corner]), 1000 + corner)], span.SamplingParams(max_new_tokens=1)
+        )
         say(f"bright corner {corner}: token {answer.token_ids[0]}, {ANSWERS[corner].item()} is right")
         right += answer.token_ids[0] == ANSWERS[corner]
     assert right >= 3
-    engine.generate([asked(torch.tensor([3]), 1003)], SamplingParams(max_new_tokens=1))
+    engine.generate([asked(torch.tensor([3]), 1003)], span.SamplingParams(max_new_tokens=1))
     say(f"asked again: {engine.counts.cached} tokens were there already")
     assert engine.counts.cached >= 4
 

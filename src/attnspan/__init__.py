@@ -71,6 +71,7 @@ from attnspan.recurrence import GLA, KDA, SSD, Affine, GatedDelta, Lightning
 if TYPE_CHECKING:
     from attnspan.engine import SamplingParams
     from attnspan.generation import Engine
+    from attnspan.integrations.huggingface import enable
     from attnspan.parallel import ContextParallelStyle
 
 __all__ = [
@@ -141,6 +142,7 @@ __all__ = [
     "attention",
     "check_model",
     "choose",
+    "enable",
     "testing",
 ]
 
@@ -149,6 +151,7 @@ _WHERE_LAZY = {
     "ContextParallelStyle": "attnspan.parallel",  # see parallel/__init__.py
     "Engine": "attnspan.generation",
     "SamplingParams": "attnspan.engine",
+    "enable": "attnspan.integrations.huggingface",  # imports transformers
 }
 
 

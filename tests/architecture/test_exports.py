@@ -74,6 +74,7 @@ PUBLIC = [
     "attention",
     "check_model",
     "choose",
+    "enable",
     "testing",
 ]
 

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "generation": {"engine", "integrations", "transports"},  # the engine, for any model
     "measure": RUNS | {"testing", "tuning"},  # a stopwatch
     "inspector": DATA,  # reads data, never runs attention
-    "attnspan": MODELS | {"engine", "generation", "inspector"},  # __init__.py: all that needs no optional package
+    "attnspan": MODELS | {"engine", "generation", "inspector", "integrations"},  # __init__.py: the last when asked for
     "__main__": {"cli"},
     "cli": MODELS | {"engine", "inspector", "integrations", "attnspan", "measure", "server", "tuning"},
 }

@@ -63,7 +63,7 @@ def test_an_enabled_model_gives_the_loss_of_one_device():
     copies = [copy.deepcopy(whole) for _ in range(2)]
 
     def rank(world):
-        names = run(ENABLE, model=copies[world.rank], mesh={"cp": world}, batch=batch)
+        names = run(ENABLE, span=span, model=copies[world.rank], mesh={"cp": world}, batch=batch)
         names["handle"].disable()
         return names["loss"].item()
 
@@ -73,7 +73,7 @@ def test_an_enabled_model_gives_the_loss_of_one_device():
 
 def test_the_engine_gives_the_tokens_of_generate():
     model, prompts = tiny("Llama"), [[5, 6, 7], [8] * 20]
-    answers = run(ENGINE, model=model, prompts=prompts, tokenizer=None)["answers"]
+    answers = run(ENGINE, span=span, model=model, prompts=prompts, tokenizer=None)["answers"]
     assert [answer.token_ids for answer in answers] == [greedy(model, prompt, 100) for prompt in prompts]
 
 

@@ -66,6 +66,17 @@ def calling(name="llama", train=True, **more):
 # ---- beginning and ending --------------------------------------------------------------------------------------------
 
 
+def test_enable_is_a_name_of_the_library():
+    assert span.enable is enable
+
+
+def test_calling_the_handle_says_to_call_the_model():
+    assert refusal(lambda world: enable(family("llama"), world)(**batch()), ranks=1) == (
+        "enable() returns a handle, which is not called: call the LlamaForCausalLM itself, model(...), as before "
+        "enable()"
+    )
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 def test_a_disabled_model_is_as_it_was(implementation):
     given = batch()

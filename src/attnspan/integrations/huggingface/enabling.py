@@ -127,6 +127,9 @@ def enable(
     is that of `ContextParallel`; None is the session's, or "auto" with a mesh. A `PeftModel` may be given instead of
     the model inside. Every rank runs the towers of images and sounds on the whole batch, or with ``towers="dealt"`` on
     its part of the images (dealt_towers.py).
+
+    Returns a handle with the session, `unshard`, `assert_used` and `disable`. The model itself is changed: keep calling
+    ``model(...)``.
     """
     return Enabled(model, cp, over, outputs, keep_keys, towers)
 
@@ -209,6 +212,12 @@ class Enabled:
         vars(self.model).pop("generate", None)
         self.live = False
         self._passes.disable(self._binding.run_again)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        name = type(self.model).__name__
+        raise ModelError(
+            f"enable() returns a handle, which is not called: call the {name} itself, model(...), as before enable()"
+        )
 
     def __enter__(self) -> Enabled:
         return self
