@@ -72,7 +72,7 @@ def catalogue(engine: Engine, cases: int, longest: int) -> list[Case]:
     ]
     answers = engine.generate([prompt for prompt, _ in asked], params)
     return [
-        Case({"model": MODEL, "prompt": prompt, **wishes}, tuple(sample.text for sample in answer.samples))
+        Case({"model": MODEL, "prompt": prompt, **wishes}, tuple(sample.text for sample in answer.continuations))
         for (prompt, wishes), answer in zip(asked, answers, strict=True)
     ]
 

@@ -47,7 +47,8 @@ print(f"\nmeanwhile: {late.text!r}")
 before = engine.counts.tokens
 [answer] = engine.generate([LONG], SamplingParams(max_new_tokens=8, temperature=0.8, seed=2, n=3))
 print(
-    f"\n{len(answer.prompt)} tokens of prompt, {len(answer.samples)} samples, {engine.counts.tokens - before} computed"
+    f"\n{len(answer.prompt)} tokens of prompt, {len(answer.continuations)} samples, "
+    f"{engine.counts.tokens - before} computed"
 )
 known = engine.counts.cached
 [again] = engine.generate([LONG + " And"], SamplingParams(max_new_tokens=8))

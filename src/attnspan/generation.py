@@ -28,7 +28,7 @@ class Engine(LLMEngine):
     A step has at most `max_sequences` samples and `max_tokens` tokens. With `mesh` (a DeviceMesh, a process group, a
     virtual world) every rank has that many pages, and prompts of `context_parallel_from` tokens or more are computed by
     all ranks together (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs
-    (engine/cuda_graphs.py). Threads may share an engine of one rank (engine/owner.py).
+    (engine/cuda_graphs.py). Threads may share an engine of one rank (engine/call_lock.py).
 
     Recurrent layers have `states` places for the states of samples, None for 2 x max_sequences; those that are free
     keep snapshots for the prefix cache, one every `state_every` pages (engine/pools.py).

@@ -22,13 +22,14 @@ DATA = {"masks", "layouts", "plan"}
 RUNS = DATA | {"kernels", "transports", "attention", "recurrence"}
 MODELS = RUNS | {"parallel", "paged", "testing"}
 
-ANYONE = {"errors", "assumptions", "packages", "dtypes", "_version"}
+ANYONE = {"errors", "assumptions", "packages", "dtypes", "splitmix", "_version"}
 MAY_IMPORT = {
     "_version": set(),
     "errors": set(),
     "assumptions": set(),
     "packages": set(),
     "dtypes": set(),
+    "splitmix": set(),
     "masks": set(),
     "layouts": {"masks"},
     "plan": {"masks", "layouts"},

@@ -67,7 +67,7 @@ def catalogue(family):
         if number % 4 == 1 and len(answer.text) > 3:
             params = replace(params, stop=(answer.text[2:4], answer.text + "never"))
             [answer] = roomy.generate([prompt], params)
-        answers.append((prompt, params, [said(sample) for sample in answer.samples]))
+        answers.append((prompt, params, [said(sample) for sample in answer.continuations]))
     assert {reason for _, _, samples in answers for _, _, reason in samples} == {"stop", "length"}
     return answers
 
@@ -129,7 +129,7 @@ class History:
         asked = [self.asked[place] for place in places]
         answers = self.engine.generate([prompt for prompt, _, _ in asked], [params for _, params, _ in asked])
         for answer, (_, _, expected) in zip(answers, asked, strict=True):
-            assert [said(sample) for sample in answer.samples] == expected
+            assert [said(sample) for sample in answer.continuations] == expected
             self.finished += 1
         self.look()
 
@@ -151,12 +151,12 @@ class History:
                 raise
             if token is not None:
                 tokens.append(token)
-                mine = [each.token_id for each in tokens if each.sample == token.sample]
-                assert mine == expected[token.sample][0][: len(mine)], "a stream told a wrong token"
+                mine = [each.token_id for each in tokens if each.sample_index == token.sample_index]
+                assert mine == expected[token.sample_index][0][: len(mine)], "a stream told a wrong token"
             else:
                 self.streams.remove(entry)
                 for number, (ids, text, reason) in enumerate(expected):
-                    mine = [each for each in tokens if each.sample == number]
+                    mine = [each for each in tokens if each.sample_index == number]
                     assert [each.token_id for each in mine] == ids, "a stream lost a token"
                     assert ("".join(each.text for each in mine), mine[-1].finish_reason) == (text, reason)
                 self.finished += 1
@@ -170,12 +170,12 @@ class History:
     def look(self):
         """Hold what has ended, and what has not, to the oracle."""
         for request, expected in list(self.requests):
-            for sample, must in zip(request.samples, expected, strict=True):
+            for sample, must in zip(request.continuations, expected, strict=True):
                 if sample.finish_reason in ("length", "stop"):  # asked first: another thread may step
                     assert said(sample) == must
                 assert sample.token_ids == must[0][: len(sample.token_ids)], "a wrong token was told"
             if request.finished:
-                reasons = {sample.finish_reason for sample in request.samples}
+                reasons = {sample.finish_reason for sample in request.continuations}
                 assert reasons <= {"length", "stop", "cancelled"}
                 self.finished += "cancelled" not in reasons
                 self.requests.remove((request, expected))
@@ -200,7 +200,13 @@ def check_empty(engine):
     for group in engine._scheduler.kv_cache.groups:
         stats = group.allocator.stats()
         assert (stats.sequences, stats.used, stats.host_free) == (0, 0, stats.host_pages), "a page is lost"
-    left = engine._holds, engine._notes, engine._outputs.detokenizers, engine._table.streams, engine._table.samples
+    left = (
+        engine._caller_refs,
+        engine._to_cancel,
+        engine._outputs.detokenizers,
+        engine._table.streams,
+        engine._table.samples,
+    )
     assert not any(left), f"something is left: {left}"
     assert paged_attention._CALL.get() is None, "the attention of a broken-off call is left"
 
@@ -208,17 +214,17 @@ def check_empty(engine):
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 CALLS = [
-    (PageAllocator, "add fork trim release_window free may_swap_out may_swap_in swap_out swap_in needs reserve commit "
-     "prepare adopt keep evict _drop _take _needed _sharing _reclaimed"),
+    (PageAllocator, "add fork trim release_window free may_swap_out may_swap_in swap_out swap_in needs make_room "
+     "commit prepare adopt keep evict _drop _take _needed _sharing _reclaimed"),
     (PrefixCache, "add insert _reclaim _append _touch _on_idle _match _evict _victims"),
     (PagePool, "write attend copy swap_out swap_in write_slots partial _to_host _from_host"),
     (StepPlan, "step _fill"),
     (StatePool, "step read write copy swap_out swap_in _to_host _from_host"),
     (PackedSequences, "run conv1d"),
-    (KVCacheManager, "add reserve fork cache_prefix release_windows trim free swap_out swap_in"),
+    (KVCacheManager, "add make_room fork cache_prefix release_windows trim free swap_out swap_in"),
     (Scheduler, "add remove fork schedule mark_computed _cache_prefix _drop_pages _preempt _admit"),
     (ModelRunner, "prepare run _logits keep_states"),
-    (sampler, "draw_tokens uniforms choose_tokens"),
+    (sampler, "draw_tokens uniforms PendingTokens"),
     (Sampler, "_metadata_of"),
     (TokenCounts, "of _fill _places _add discard"),
     (NGrams, "bans"),

@@ -132,7 +132,9 @@ def test_samples_are_preempted_forked_and_drafted_as_ever():
         answers = tight.generate(asked, drawn)
         assert tight.counts.preempted
         for answer, alone in zip(answers, roomy, strict=True):
-            assert [sample.token_ids for sample in answer.samples] == [sample.token_ids for sample in alone.samples]
+            assert [sample.token_ids for sample in answer.continuations] == [
+                sample.token_ids for sample in alone.continuations
+            ]
         tight.check()
 
 

@@ -48,7 +48,7 @@ def engine(family="Llama", device="cpu", **options):
 
 
 def said(requests):
-    return [[sample.token_ids for sample in request.samples] for request in requests]
+    return [[sample.token_ids for sample in request.continuations] for request in requests]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3"])
@@ -89,8 +89,8 @@ def test_options_mean_what_they_do_without(name, device, ahead, monkeypatch):
     assert said(found) == said(expected)
     assert [each.finish_reason for each in found] == [each.finish_reason for each in expected]
     for one, other in zip(found, expected, strict=True):
-        assert one.samples[0].logprobs == other.samples[0].logprobs
-        assert one.samples[0].top_logprobs == other.samples[0].top_logprobs
+        assert one.continuations[0].logprobs == other.continuations[0].logprobs
+        assert one.continuations[0].top_logprobs == other.continuations[0].top_logprobs
 
 
 @on_every_device

@@ -32,15 +32,15 @@ def engine(**options):
 
 
 def said(request):
-    return [(each.token_ids, each.text, each.finish_reason) for each in request.samples]
+    return [(each.token_ids, each.text, each.finish_reason) for each in request.continuations]
 
 
 def joined(tokens):
     """What a stream said, by prompt and sample."""
     found = {}
     for token in tokens:
-        ids, text, _ = found.get((token.prompt, token.sample), ([], "", None))
-        found[token.prompt, token.sample] = ([*ids, token.token_id], text + token.text, token.finish_reason)
+        ids, text, _ = found.get((token.prompt, token.sample_index), ([], "", None))
+        found[token.prompt, token.sample_index] = ([*ids, token.token_id], text + token.text, token.finish_reason)
     return found
 
 
@@ -87,10 +87,15 @@ def test_a_stream_has_every_token_once_with_its_log_probabilities():
     assert joined(tokens) == {
         (place, number): (sample.token_ids, sample.text, sample.finish_reason)
         for place, request in enumerate(expected)
-        for number, sample in enumerate(request.samples)
+        for number, sample in enumerate(request.continuations)
     }
-    second, sample = [token for token in tokens if (token.prompt, token.sample) == (0, 1)], requests[0].samples[1]
-    assert [token.logprob for token in second] == sample.logprobs == pytest.approx(expected[0].samples[1].logprobs)
+    second, sample = (
+        [token for token in tokens if (token.prompt, token.sample_index) == (0, 1)],
+        requests[0].continuations[1],
+    )
+    assert (
+        [token.logprob for token in second] == sample.logprobs == pytest.approx(expected[0].continuations[1].logprobs)
+    )
     assert [token.top_logprobs for token in second] == sample.top_logprobs
 
 

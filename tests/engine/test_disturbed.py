@@ -223,7 +223,7 @@ def disturbed_rank(world, trials):
                 faults.armed = None
         engine.check()
         for request, expected in requests:
-            for sample, must in zip(request.samples, expected, strict=True):
+            for sample, must in zip(request.continuations, expected, strict=True):
                 assert sample.token_ids == must[0][: len(sample.token_ids)], "a wrong token was told"
                 assert said(sample) == must or (died and sample.finish_reason == "error"), "a request is lost"
         if died:

@@ -106,9 +106,9 @@ def test_samples_of_one_prompt_are_those_of_each_alone():
     model, params = tiny("T5"), SamplingParams(max_new_tokens=10, n=3, temperature=1.0, seed=5)
     [prompt] = asked([11])
     small = Engine(model, pages=7, page_size=2, max_tokens=8, max_sequences=3)
-    found = small.generate([prompt], params)[0].samples
+    found = small.generate([prompt], params)[0].continuations
     assert small.counts.recomputed
-    true = Engine(model, pages=64).generate([prompt], params)[0].samples
+    true = Engine(model, pages=64).generate([prompt], params)[0].continuations
     assert [sample.token_ids for sample in found] == [sample.token_ids for sample in true]
     assert len({tuple(sample.token_ids) for sample in found}) == 3
 

@@ -67,8 +67,8 @@ def test_samples_share_the_prompt_and_differ():
     one = engine()
     [answer] = one.generate(prompts([30]), drawn(n=4, logprobs=True))
     assert one.counts.tokens == 30 + 4 * 9
-    assert len({tuple(sample.token_ids) for sample in answer.samples}) == 4
-    assert [len(sample.logprobs) for sample in answer.samples] == [10] * 4
+    assert len({tuple(sample.token_ids) for sample in answer.continuations}) == 4
+    assert [len(sample.logprobs) for sample in answer.continuations] == [10] * 4
     [first] = engine().generate(prompts([30]), drawn())
     assert answer.token_ids == first.token_ids  # the first of n is the one of one
     one.check()
@@ -78,7 +78,7 @@ def test_samples_of_one_prompt_survive_a_pool_that_is_too_small_for_all():
     [roomy] = engine(prefix_cache=False).generate(prompts([13]), drawn(n=4, max_new_tokens=20))
     small = engine(pages=13, page_size=3, prefix_cache=False)
     [answer] = small.generate(prompts([13]), drawn(n=4, max_new_tokens=20))
-    assert [sample.token_ids for sample in answer.samples] == [sample.token_ids for sample in roomy.samples]
+    assert [sample.token_ids for sample in answer.continuations] == [sample.token_ids for sample in roomy.continuations]
     assert small.counts.recomputed
 
 
@@ -170,8 +170,8 @@ def test_a_stream_tells_what_generate_returns():
     one, params = speaking(), drawn(max_new_tokens=20, n=2)
     [whole] = speaking().generate(["the cat"], params)
     told = list(one.stream("the cat", params))
-    for number, sample in enumerate(whole.samples):
-        mine = [token for token in told if token.sample == number]
+    for number, sample in enumerate(whole.continuations):
+        mine = [token for token in told if token.sample_index == number]
         assert [token.token_id for token in mine] == sample.token_ids
         assert "".join(token.text for token in mine) == sample.text
         assert [token.finish_reason for token in mine] == [None] * 19 + ["length"]
@@ -538,7 +538,7 @@ def test_an_engine_that_is_warm_says_the_same_and_has_counted_and_kept_nothing(f
     monkeypatch.setattr(one._runner, "run", lambda batch: (rows.append([chunk.new for chunk in batch]), run(batch))[1])
     one.warm_up()
     assert [1] in rows
-    assert max(map(sum, rows)) == min(512, one._scheduler.chunk, 4 * pages - 1)
+    assert max(map(sum, rows)) == min(512, one._scheduler.max_chunk, 4 * pages - 1)
     assert one.counts == engine(model).counts
     one.check()
     for group in one._scheduler.kv_cache.groups:
@@ -725,8 +725,8 @@ def test_logits_that_are_not_numbers_end_a_sample_with_an_error_and_no_other(par
     request = one.add(bad, SamplingParams(max_new_tokens=5, n=2, seed=0, **params))
     other = one.add(good, SamplingParams(max_new_tokens=5))
     told = [token for _ in range(8) for token in one.step()]
-    assert [sample.finish_reason for sample in request.samples] == ["error", "error"]
-    assert [sample.token_ids for sample in request.samples] == [[], []]
+    assert [sample.finish_reason for sample in request.continuations] == ["error", "error"]
+    assert [sample.token_ids for sample in request.continuations] == [[], []]
     assert str(request.error).startswith(
         f"sample 1 of request 0 ended after {len(bad)} tokens: the model's logits are NaN or infinite there"
     )

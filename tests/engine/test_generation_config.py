@@ -80,7 +80,7 @@ def test_do_sample_draws_as_generate_would():
 def test_texts_to_stop_at_and_several_answers_are_taken_too():
     model = asking(stop_strings=["e"], num_return_sequences=2, do_sample=True)
     [answer] = engine(model, tokenizer=tokenizer()).generate(["the cat"], SamplingParams(max_new_tokens=40, seed=1))
-    assert len(answer.samples) == 2
+    assert len(answer.continuations) == 2
     assert answer.params.stop == ("e",)
     with pytest.raises(EngineError, match=r"stop=.* needs a tokenizer"):
         engine(model).add([5])

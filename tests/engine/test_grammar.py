@@ -58,8 +58,8 @@ def test_answers_are_of_their_schema_beside_others_that_are_free(name):
     free = SamplingParams(max_new_tokens=30, temperature=1.0, seed=2)
     params = [wishes(name, temperature=1.5, seed=seed, n=2) for seed in range(4)] + [wishes(name), free]
     answers = engine().generate(["the cat"] * len(params), params)
-    texts = [sample.text for answer in answers[:-1] for sample in answer.samples]
-    assert {sample.finish_reason for answer in answers[:-1] for sample in answer.samples} == {"stop"}
+    texts = [sample.text for answer in answers[:-1] for sample in answer.continuations]
+    assert {sample.finish_reason for answer in answers[:-1] for sample in answer.continuations} == {"stop"}
     assert all(holds(json.loads(text), name) for text in texts), texts
     assert len(set(texts)) > 1
     assert answers[-1].token_ids == engine().generate(["the cat"], free)[0].token_ids
@@ -89,15 +89,15 @@ def test_preempted_answers_and_steps_that_fail_say_the_same(monkeypatch):
     params = [wishes(name, temperature=1.0, seed=seed, max_new_tokens=60) for seed, name in enumerate(SCHEMAS)]
     expected = [answer.token_ids for answer in engine().generate(["the cat"] * len(params), params)]
     small = engine(pages=16, page_size=4, max_sequences=5)
-    generator, choose = random.Random(0), sampler.choose_tokens
+    generator, pending_tokens = random.Random(0), sampler.PendingTokens
 
     def sometimes(*args):
         """Fails after grammars have seen the tokens of the step."""
         if generator.random() < 0.3:
             raise ZeroDivisionError
-        return choose(*args)
+        return pending_tokens(*args)
 
-    monkeypatch.setattr(sampler, "choose_tokens", sometimes)
+    monkeypatch.setattr(sampler, "PendingTokens", sometimes)
     requests = [small.add("the cat", each) for each in params]
     while small.unfinished:
         with contextlib.suppress(ZeroDivisionError):

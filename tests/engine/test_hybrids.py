@@ -107,13 +107,13 @@ def test_samples_of_one_prompt_share_its_state_until_they_go_on(length):
     [prompt] = prompts([length])
     params = SamplingParams(max_new_tokens=12, n=3, temperature=1.0, seed=1)
     found = [
-        [sample.token_ids for sample in engine(model, **options).generate([prompt], params)[0].samples]
+        [sample.token_ids for sample in engine(model, **options).generate([prompt], params)[0].continuations]
         for options in ({}, {"prefix_cache": False}, {"states": 3, "host_pages": 9}, {"states": 2, "state_every": 1})
     ]
     assert found == [found[0]] * 4
     assert len({tuple(tokens) for tokens in found[0]}) == 3
     alone = engine(model).generate([prompt], SamplingParams(max_new_tokens=5, n=3))[0]
-    assert [sample.token_ids for sample in alone.samples] == [greedy(model, prompt, 5)] * 3
+    assert [sample.token_ids for sample in alone.continuations] == [greedy(model, prompt, 5)] * 3
 
 
 def test_a_prompt_begins_at_the_last_border_that_it_shares():
@@ -175,7 +175,7 @@ def test_a_planted_defect_is_seen(monkeypatch, defect):
     [stem] = prompts([13])
     asked = [stem, [*stem[:9], 3], [*stem[:12], 7, 8]]
     params = SamplingParams(max_new_tokens=8, n=2, temperature=1.0, seed=3)
-    expected = [sample.token_ids for sample in engine(model).generate([stem], params)[0].samples]
+    expected = [sample.token_ids for sample in engine(model).generate([stem], params)[0].continuations]
     one = engine(model, max_tokens=5)
     if defect == "not reset":
         for state in one._pools.states.states:
@@ -194,7 +194,7 @@ def test_a_planted_defect_is_seen(monkeypatch, defect):
         monkeypatch.setattr(attention, "_read", counted_twice)
     true = [greedy(model, prompt, 8) for prompt in asked]
     if defect == "not copied":
-        assert [sample.token_ids for sample in one.generate([stem], params)[0].samples] != expected
+        assert [sample.token_ids for sample in one.generate([stem], params)[0].continuations] != expected
     else:
         assert said(one, asked) != true or said(one, asked) != true
 

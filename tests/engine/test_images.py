@@ -121,7 +121,7 @@ def test_samples_of_one_prompt():
     model, inputs = model_of("qwen2.5-vl"), prompts("qwen2.5-vl")[0]
     engine = span.Engine(model, pages=64, page_size=4)
     [request] = engine.generate([inputs], span.SamplingParams(max_new_tokens=NEW, n=3))
-    assert [sample.token_ids for sample in request.samples] == [generated(model, inputs)[0]] * 3
+    assert [sample.token_ids for sample in request.continuations] == [generated(model, inputs)[0]] * 3
 
 
 def test_a_prompt_of_text_is_that_of_its_tokens():

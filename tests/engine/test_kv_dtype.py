@@ -79,7 +79,7 @@ def test_pages_that_are_shared_copied_swapped_and_found_keep_every_bit(family):
         assert one.counts.cached
     drawn = SamplingParams(max_new_tokens=10, n=3, temperature=1.0, seed=5)
     [alone], [tight] = (engine(model, pages=pages).generate(asked[:1], drawn) for pages in (64, 14))
-    assert [sample.token_ids for sample in alone.samples] == [sample.token_ids for sample in tight.samples]
+    assert [sample.token_ids for sample in alone.continuations] == [sample.token_ids for sample in tight.continuations]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])

@@ -93,7 +93,7 @@ def over_keys_alone(model):
 
 
 def samples(answers):
-    return [[sample.token_ids for sample in answer.samples] for answer in answers]
+    return [[sample.token_ids for sample in answer.continuations] for answer in answers]
 
 
 def test_memory_of_a_token_is_that_of_its_latent():

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from attnspan import Engine, SamplingParams
-from attnspan.engine.draws import Draw, Draws, probabilities
+from attnspan.engine.draws import RowSampling, SamplingTensors, probabilities
 from attnspan.engine.logits_processor import LogitsProcessor, LogitsRow, LogitsRules, RuledRows
 from attnspan.engine.request import Request
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import ChosenToken, Sampler
+from attnspan.engine.sampler import SampledToken, Sampler
 from attnspan.engine.scheduler import Chunk
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts, tiny, tokenizer
@@ -113,8 +113,8 @@ def test_cuts_leave_the_probabilities_that_transformers_leaves(asked, temperatur
     logits = logits_of(len(asked)).double()
     if banned:
         logits[:, ::3] = -torch.inf  # by an earlier rule
-    draws = [Draw.of(SamplingParams(temperature=temperature, **options)) for options in asked]
-    found = probabilities(logits, Draws(draws, logits.device))
+    draws = [RowSampling.of(SamplingParams(temperature=temperature, **options)) for options in asked]
+    found = probabilities(logits, SamplingTensors(draws, logits.device))
     for row, options in enumerate(asked):
         scores = oracle({}, [1], 1, (), temperature=temperature, **({"top_k": 0} | options))(logits[row])
         torch.testing.assert_close(found[row], scores.softmax(-1), rtol=1e-9, atol=1e-12)  # float64, both
@@ -285,7 +285,7 @@ def test_a_seed_gives_the_same_tokens_with_all_options_in_any_company_and_after_
     answers = crowded.generate(asked, every)
     assert crowded.counts.recomputed
     for one, other in zip(alone, answers, strict=True):
-        assert [each.token_ids for each in one.samples] == [each.token_ids for each in other.samples]
+        assert [each.token_ids for each in one.continuations] == [each.token_ids for each in other.continuations]
     assert not crowded._sampler.requests
     assert not crowded._sampler.processor.counts.table_rows
     assert not crowded._sampler.processor.ngrams
@@ -296,11 +296,11 @@ def test_two_ranks_say_what_one_says(model):
         SamplingParams(max_new_tokens=9, temperature=1.2, seed=7, repetition_penalty=1.4, bad_words=[[5]], n=2),
         SamplingParams(max_new_tokens=9, no_repeat_ngram_size=2, presence_penalty=1.0),
     ]  # fmt: skip
-    alone = [[each.token_ids for each in answer.samples] for answer in engine(model).generate(asked, params)]
+    alone = [[each.token_ids for each in answer.continuations] for answer in engine(model).generate(asked, params)]
 
     def rank(world):
         spread = engine(model, mesh=world, context_parallel_from=16)
-        return [[each.token_ids for each in answer.samples] for answer in spread.generate(asked, params)]
+        return [[each.token_ids for each in answer.continuations] for answer in spread.generate(asked, params)]
 
     assert loopback(2).run(rank) == [alone] * 2
 
@@ -380,11 +380,11 @@ def test_choosing_among_rows_with_and_without_rules_draws_each_from_its_own():
     for number, each in enumerate(params):
         together.add(Request(number, [1, 2], each.over(SamplingParams()), each.seed or 0), frozenset())
     chunks = [Chunk(Sample(number, [1, 2], 9), 2) for number in range(4)]
-    answers = together.choose(logits, chunks).read()
+    answers = together.sample(logits, chunks).read()
     for place, chunk in enumerate(chunks):
-        assert together.choose(logits[place : place + 1], [chunk]).read() == [answers[place]]
+        assert together.sample(logits[place : place + 1], [chunk]).read() == [answers[place]]
     assert answers[0].token >= 20 <= answers[2].token
-    assert answers[3] == ChosenToken(int(logits[3].argmax()))
+    assert answers[3] == SampledToken(int(logits[3].argmax()))
 
 
 MIXED = [
@@ -411,9 +411,9 @@ def test_a_sampler_remembers_nothing_that_changes_a_token(batches):
     for step, batch in enumerate(batches):
         chunks = [Chunk(samples[number], 1) for number in batch]
         logits = logits_of(step + 1)[:1].expand(sum(1 + samples[number].forks for number in batch), -1)
-        found = one.choose(logits, chunks).read()
-        assert found == fresh().choose(logits, chunks).read()
-        assert found == one.choose(logits, chunks).read()  # a step that is tried again
+        found = one.sample(logits, chunks).read()
+        assert found == fresh().sample(logits, chunks).read()
+        assert found == one.sample(logits, chunks).read()  # a step that is tried again
         for number in batch:
             samples[number].tokens.append(found.pop(0).token)
             del found[: samples[number].forks]

@@ -107,7 +107,7 @@ def test_whatever_is_proposed_answers_are_the_same(family, options, guesses):
     order = random.Random(1).sample(range(len(asked)), len(asked))
     answers = one.generate([asked[place][0] for place in order], [asked[place][1] for place in order])
     for place, answer in zip(order, answers, strict=True):
-        said = [(sample.token_ids, sample.text, sample.finish_reason) for sample in answer.samples]
+        said = [(sample.token_ids, sample.text, sample.finish_reason) for sample in answer.continuations]
         assert said == asked[place][2]
     one.check()
     assert 20 < one.counts.accepted < one.counts.drafted - 10
@@ -118,12 +118,12 @@ def test_seeds_logprobs_and_likeliest_tokens_are_the_same(guesses):
     model, [prompt] = tiny("Llama"), prompts([9])
     params = SamplingParams(max_new_tokens=30, temperature=1.0, top_p=0.9, seed=3, n=3, top_logprobs=2)
     [plain] = engine(model, prompt_lookup_num_tokens=0).generate([prompt], params)
-    guesses(prompt + sample.token_ids for sample in plain.samples)
+    guesses(prompt + sample.token_ids for sample in plain.continuations)
     one = engine(model)
     [answer] = one.generate([prompt], params)
     assert one.counts.accepted > 20
     assert one.counts.steps < 30
-    for sample, before in zip(answer.samples, plain.samples, strict=True):
+    for sample, before in zip(answer.continuations, plain.continuations, strict=True):
         assert sample.token_ids == before.token_ids
         assert sample.logprobs == pytest.approx(before.logprobs, abs=1e-4)  # float32 logits of size 10
         assert [list(top) for top in sample.top_logprobs] == [list(top) for top in before.top_logprobs]

@@ -137,7 +137,7 @@ def test_samples_are_the_same_on_every_rank_also_without_a_seed():
     def rank(world):
         engine = Engine(model, mesh=world, pages=40, page_size=4)
         [answer] = engine.generate(prompts([12]), params)
-        return [tuple(sample.token_ids) for sample in answer.samples]
+        return [tuple(sample.token_ids) for sample in answer.continuations]
 
     first, second = loopback(2).run(rank)
     assert first == second

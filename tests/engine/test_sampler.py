@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from attnspan import SamplingParams
-from attnspan.engine.draws import Draw, Draws, draw_tokens, probabilities, signed, streams, uniforms
+from attnspan.engine.draws import RowSampling, SamplingTensors, draw_tokens, probabilities, signed, streams, uniforms
 from attnspan.engine.request import Request
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import ChosenToken, Sampler
+from attnspan.engine.sampler import SampledToken, Sampler
 from attnspan.engine.scheduler import Chunk
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def chosen(logits, params):
     sampler = Sampler()
     for number, each in enumerate(params):
         sampler.add(Request(number, [1, 2], each.over(SamplingParams()), each.seed or 0), frozenset())
-    return sampler.choose(logits, [Chunk(Sample(number, [1, 2], 9), 2) for number in range(len(params))]).read()
+    return sampler.sample(logits, [Chunk(Sample(number, [1, 2], 9), 2) for number in range(len(params))]).read()
 
 
 def number_of(seed, sample, position):
@@ -53,11 +53,16 @@ def numbers(seeds, samples, positions):
     return uniforms(streams(*rows), torch.tensor(positions))
 
 
-DRAWS = [Draw(0.7), Draw(1.0, top_k=5), Draw(1.3, top_p=0.8), Draw(2.0, top_k=20, top_p=0.5)]
+DRAWS = [
+    RowSampling(0.7),
+    RowSampling(1.0, top_k=5),
+    RowSampling(1.3, top_p=0.8),
+    RowSampling(2.0, top_k=20, top_p=0.5),
+]
 
 
 def test_rows_with_different_wishes_get_the_probabilities_of_transformers():
-    found = probabilities(LOGITS, Draws(DRAWS, CPU))
+    found = probabilities(LOGITS, SamplingTensors(DRAWS, CPU))
     for row, draw in enumerate(DRAWS):
         torch.testing.assert_close(found[row], warped(LOGITS[row], draw), rtol=1e-9, atol=1e-12)  # float64, both
 
@@ -68,12 +73,12 @@ ONE_LEFT = [{"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-9
 
 @pytest.mark.parametrize("options", ONE_LEFT, ids=str)
 def test_one_token_is_left_where_only_one_may_be(options):
-    likeliest = [ChosenToken(token) for token in LOGITS.argmax(-1).tolist()]
+    likeliest = [SampledToken(token) for token in LOGITS.argmax(-1).tolist()]
     assert chosen(LOGITS, [SamplingParams(**options)] * 4) == likeliest
 
 
 def test_a_number_finds_the_token_whose_share_it_falls_into():
-    draws = Draws(DRAWS[:1], CPU)
+    draws = SamplingTensors(DRAWS[:1], CPU)
     weights = probabilities(LOGITS[:1], draws)[0]
     edges = torch.cat([torch.zeros(1), weights.cumsum(0)])
     for token, middle in enumerate((edges[:-1] + edges[1:]) / 2):
@@ -84,7 +89,7 @@ def test_the_largest_number_there_is_does_not_fall_off_the_end():
     logits = torch.full((2, 7), -torch.inf)
     logits[:, 2:4] = 0.0
     numbers = torch.tensor([1 - 2.0**-53, 0.0], dtype=torch.float64)
-    assert draw_tokens(logits, Draws([Draw(1.0)] * 2, CPU), numbers).tolist() == [3, 2]
+    assert draw_tokens(logits, SamplingTensors([RowSampling(1.0)] * 2, CPU), numbers).tolist() == [3, 2]
 
 
 words = st.integers(0, BITS)
@@ -98,7 +103,9 @@ def test_numbers_are_those_of_integers_without_end(rows):
 def test_counts_follow_the_probabilities():
     draw, times = DRAWS[3], 20_000
     found = draw_tokens(
-        LOGITS[3:].expand(times, -1), Draws([draw] * times, CPU), numbers([5] * times, [1] * times, range(times))
+        LOGITS[3:].expand(times, -1),
+        SamplingTensors([draw] * times, CPU),
+        numbers([5] * times, [1] * times, range(times)),
     )
     counts = torch.bincount(found, minlength=50).double()
     expected = warped(LOGITS[3], draw) * times

@@ -194,7 +194,7 @@ def test_every_request_ends_as_if_alone_and_pages_hold_what_they_should(stores, 
             try:
                 driver.add(prompt, new, n, salt, priority)
             except EngineError:
-                assert driver.scheduler.kv_cache.refusal(len(prompt) + new, driver.scheduler.chunk) is not None
+                assert driver.scheduler.kv_cache.refusal(len(prompt) + new, driver.scheduler.max_chunk) is not None
                 continue
             if mood == 0:
                 cancels[step + 3].append(arrival)

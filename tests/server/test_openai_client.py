@@ -46,22 +46,22 @@ def test_a_completion_is_what_the_engine_says_whole_and_streamed(client, asked, 
     answer = expected("the cat and", max_new_tokens=20, **params)
     whole = client.completions.create(model=MODEL, prompt="the cat and", max_tokens=20, **asked)
     assert [(each.index, each.text, each.finish_reason) for each in whole.choices] == [
-        (place, sample.text, sample.finish_reason) for place, sample in enumerate(answer.samples)
+        (place, sample.text, sample.finish_reason) for place, sample in enumerate(answer.continuations)
     ]
-    generated = sum(len(sample.token_ids) for sample in answer.samples)
+    generated = sum(len(sample.token_ids) for sample in answer.continuations)
     usage = (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens)
     assert usage == (len(answer.prompt), generated, len(answer.prompt) + generated)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.completions.create(model=MODEL, prompt="the cat and", max_tokens=20, **options, **asked))
     assert len(chunks) > 2
-    texts, reasons = dict.fromkeys(range(len(answer.samples)), ""), {}
+    texts, reasons = dict.fromkeys(range(len(answer.continuations)), ""), {}
     for chunk in chunks[:-1]:
         assert chunk.usage is None
         [choice] = chunk.choices
         texts[choice.index] += choice.text
         reasons[choice.index] = choice.finish_reason
-    assert list(texts.values()) == [sample.text for sample in answer.samples]
-    assert set(reasons.values()) == {sample.finish_reason for sample in answer.samples}
+    assert list(texts.values()) == [sample.text for sample in answer.continuations]
+    assert set(reasons.values()) == {sample.finish_reason for sample in answer.continuations}
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
 
@@ -71,7 +71,7 @@ def test_a_chat_is_what_the_engine_says_of_the_template_whole_and_streamed(clien
     answer = expected(templated(MESSAGES), max_new_tokens=20, **params)
     whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, **asked)
     assert [(each.message.role, each.message.content, each.finish_reason) for each in whole.choices] == [
-        ("assistant", sample.text, sample.finish_reason) for sample in answer.samples
+        ("assistant", sample.text, sample.finish_reason) for sample in answer.continuations
     ]
     assert whole.usage.prompt_tokens == len(answer.prompt)
     parts = [{"role": "developer", "content": "that cat"}, {"role": "user", "content": [
@@ -81,14 +81,14 @@ def test_a_chat_is_what_the_engine_says_of_the_template_whole_and_streamed(clien
         for _ in stream:
             pass
         final = stream.current_completion_snapshot
-    assert [each.message.content for each in final.choices] == [sample.text for sample in answer.samples]
-    assert [each.finish_reason for each in final.choices] == [sample.finish_reason for sample in answer.samples]
+    assert [each.message.content for each in final.choices] == [sample.text for sample in answer.continuations]
+    assert [each.finish_reason for each in final.choices] == [sample.finish_reason for sample in answer.continuations]
 
 
 def test_several_prompts_are_answered_in_order_texts_and_tokens(client):
     prompts = ["the cat", "that mat sat", "and"]
     answers = engine().generate(prompts, SamplingParams(max_new_tokens=9, n=2, temperature=1.0, seed=1))
-    texts = [sample.text for answer in answers for sample in answer.samples]
+    texts = [sample.text for answer in answers for sample in answer.continuations]
     options = {"max_tokens": 9, "n": 2, "temperature": 1, "seed": 1}
     for asked in (prompts, [chatting().encode(prompt) for prompt in prompts]):
         whole = client.completions.create(model=MODEL, prompt=asked, **options)

@@ -11,7 +11,8 @@
                          grammar.py: JSON schemas), for all rows of a batch at once (row_selection.py)
     output_processor.py  the outcome of a step: tokens, text (detokenizer.py), and why a sample ends
     cuda_graphs.py       decoding by CUDA graphs (warmup.py: captured in advance)
-    in_flight.py         a step that the device computes while the host reports the previous one
+    in_flight.py         a step that the device computes while the host reports the previous one (host_tensor.py:
+                         integers that a device fetches meanwhile)
 
     context_parallel_runner.py  prompts under context parallelism, pages spread over ranks
     rank_consensus.py           checks that all ranks do the same
@@ -19,7 +20,7 @@
 
     params.py, config.py  the options of a request and of an engine (prompts.py: inputs; request.py: results)
     pools.py              the page pools of layers and of recurrent states
-    journal.py            a step is a transaction (owner.py: one call at a time)
+    journal.py            a step is a transaction (call_lock.py: one call at a time)
     fingerprint.py        detects changes of the model
     stats.py              statistics (memory.py: how many pages fit into memory)
 

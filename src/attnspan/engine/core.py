@@ -1,8 +1,8 @@
 """The core of the engine: add requests, step, and read tokens from them.
 
-Call `add` at any time, and `step` as long as there are unfinished requests; their `samples` grow. A step is one call of
-the model for the scheduled batch, prompts and decoding together (scheduler.py), and then one token for every sample
-with no tokens left to compute (sampler.py).
+Call `add` at any time, and `step` as long as there are unfinished requests; their `continuations` grow. A step is a
+batch that is computed by one call of the model, prompts and decoding together (scheduler.py), and then one token for
+every sample with no tokens left to compute (sampler.py).
 
 [Note: after an error] A step is a transaction (journal.py): after an error or an interrupt, the engine is as it was
 before the step, which can be retried, or as after it, if tokens were already being reported. Over ranks a step cannot
@@ -11,7 +11,7 @@ messages for missing ones. Then every request ends with that error, all pages ar
 requests, and its group is not used again (transports/abort.py).
 
 [Note: threads] One call runs at a time. Calls from other threads wait for it; over ranks they are refused. Callers that
-are garbage collected leave notes (owner.py).
+are garbage collected have their requests cancelled by the next call (call_lock.py).
 
 [Note: the same on every rank] With a mesh, every rank makes its engine with the same model and adds the same requests
 in the same order; seeds that are not given are drawn by rank 0. Requests are compared when they are added, and logits
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnspan.engine.call_lock import CallerRef, CallLock, HasCallLock, call_exclusively, exclusive, locked
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.detokenizer import Tokenizer, check_tokenizer
 from attnspan.engine.engine_ranks import engine_ranks
@@ -48,7 +49,6 @@ from attnspan.engine.memory import pages_that_fit
 from attnspan.engine.model import EmbeddedPrompt, EmbedsPrompts, ModelInfo, NamesAdapters, ServedModel
 from attnspan.engine.model_runner import ModelRunner
 from attnspan.engine.output_processor import Commit, Outcome, OutputProcessor
-from attnspan.engine.owner import DroppedHold, Owned, Owner, call_owned, exclusive, locked
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.pools import UNBOUNDED, pools_of
 from attnspan.engine.prompt_lookup import PromptLookup
@@ -57,7 +57,7 @@ from attnspan.engine.rank_consensus import RankConsensus, RanksDiverged
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.request_table import RequestTable
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import ChosenToken, PendingTokens, Sampler
+from attnspan.engine.sampler import PendingTokens, SampledToken, Sampler
 from attnspan.engine.scheduler import Chunk, Counts, Limits, Scheduler
 from attnspan.engine.stats import EngineStats, Meter, Totals
 from attnspan.engine.warmup import run_warmup
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-class EngineCore(Owned):
+class EngineCore(HasCallLock):
     """Requests in, tokens out, for any `ServedModel`; the base of `generate` and `stream`."""
 
     def __init__(
@@ -106,9 +106,9 @@ class EngineCore(Owned):
         self._sampler, self._meter = Sampler(), Meter()
         self._unreported: list[Token] = []  # tokens of a step that was interrupted while it was reported
         self._journal = Journal(self._scheduler, self._table.live)
-        self._owner = Owner(self._consensus.ranks)
-        self._holds: dict[int, DroppedHold] = {}  # by id, as not every note can be hashed once its hold is gone
-        self._notes: deque[DroppedHold | Request] = deque()  # see owner.py, [Note: finalizers]
+        self._call_lock = CallLock(self._consensus.ranks)
+        self._caller_refs: dict[int, CallerRef] = {}  # by id: not each can be hashed once its handle is gone
+        self._to_cancel: deque[CallerRef | Request] = deque()  # see call_lock.py, [Note: finalizers]
         self._known_changes = 0  # how often the parts of the model had changed at the last step
         self._added_since = False  # whether requests came since contents were last compared
         self._next = 0
@@ -227,7 +227,7 @@ class EngineCore(Owned):
         grammar = self.compile_grammar(params)
         sample = self._sample(prompt, params, salt, priority)
         self._check_request(sample, params)
-        with self._comparing():
+        with self._consensus_or_rollback():
             request = self._request(sample, params)
             into.append(request)
             self._journal.begin(redo=partial(self._take_back, request, self._meter.totals))
@@ -337,11 +337,11 @@ class EngineCore(Owned):
 
         Called during a step (by a hook or a finalizer), it takes effect when the next call begins.
         """
-        if self._owner.reentered:
+        if self._call_lock.reentered:
             self._table.check(request)
-            self._notes.append(request)
+            self._to_cancel.append(request)
         else:
-            call_owned(self, EngineCore._cancelled, (request,), {})
+            call_exclusively(self, EngineCore._cancelled, (request,), {})
 
     def _cancelled(self, request: Request) -> None:
         self._settle()
@@ -355,7 +355,7 @@ class EngineCore(Owned):
         left, failed = [], None
         if reason == "cancelled":
             self._consensus.cancelled(request.number)
-        for number, continuation in enumerate(request.samples):
+        for number, continuation in enumerate(request.continuations):
             if continuation.finish_reason is None:
                 text = continuation.text
                 try:
@@ -367,7 +367,7 @@ class EngineCore(Owned):
         samples = list(self._table.samples[request.number].values())
         totals = self._meter.totals.ended([reason] * len(left))
 
-        def report() -> None:
+        def publish() -> None:
             self._meter.totals = totals
             for continuation, text in left:
                 continuation.text = text
@@ -375,11 +375,11 @@ class EngineCore(Owned):
             request.error = error
             self._discard(request)
 
-        def record() -> None:
+        def update_scheduler() -> None:
             for sample in samples:
                 self._scheduler.remove(sample, cache=error is None)
 
-        self._journal.commit(report, record)
+        self._journal.commit(publish, update_scheduler)
         return failed
 
     def _discard(self, request: Request) -> None:
@@ -394,8 +394,8 @@ class EngineCore(Owned):
     @locked
     def unfinished(self) -> list[Request]:
         """Requests that have not ended, oldest first."""
-        if self._owner.may_act:
-            call_owned(self, EngineCore._settle, (), {})
+        if self._call_lock.may_act:
+            call_exclusively(self, EngineCore._settle, (), {})
         return list(self._table.requests.values())
 
     @property
@@ -406,8 +406,8 @@ class EngineCore(Owned):
     @locked
     def stats(self) -> EngineStats:
         """Statistics between two steps. From any thread; waits for a running step."""
-        if self._owner.may_act and self._consensus.ranks == 1:
-            call_owned(self, EngineCore._settle, (), {})
+        if self._call_lock.may_act and self._consensus.ranks == 1:
+            call_exclusively(self, EngineCore._settle, (), {})
         return self._meter.stats(self._scheduler)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -423,24 +423,25 @@ class EngineCore(Owned):
         self._check_alive()
         self._served_model.check_ready()
         self._check_changes()
-        step = self._adopt_ahead()
-        batch = self._schedule() if step is None else step.batch
+        in_flight = self._adopt_ahead()
+        batch = self._schedule() if in_flight is None else in_flight.batch
         if not batch:
             self._journal.end()
         else:
             with self._on_all_ranks():
-                step = step or self._launch(batch)
-                ahead = self._launch_ahead(step)  # before `read`, which waits for the device
+                in_flight = in_flight or self._launch(batch)
+                ahead = self._launch_ahead(in_flight)  # before `read`, which waits for the device
                 self._fingerprint.accept_own_writes()
-                commit = self._outcomes(step.token_chunks, step.read())
-                self._journal.commit(partial(self._report, commit), partial(self._record, batch, commit, ahead))
+                commit = self._outcomes(in_flight.token_chunks, in_flight.read())
+                publish = partial(self._publish, commit)
+                self._journal.commit(publish, partial(self._update_scheduler, batch, commit, ahead))
         tokens, self._unreported = self._unreported, []
         return tokens
 
     def _schedule(self) -> list[Chunk]:
         """The next batch. The journal has begun."""
         self._journal.begin()
-        with self._comparing():
+        with self._consensus_or_rollback():
             batch = self._scheduler.schedule()
         if not batch and self._table.samples:  # an error, or callers would step for ever
             raise EngineError("the scheduler has lost a sample; the next call computes all requests again")
@@ -451,21 +452,21 @@ class EngineCore(Owned):
         self._runner.prepare(batch)
         self._journal.planned(batch)
         token_chunks = [chunk for chunk in batch if chunk.gets_token]
-        return InFlight(batch, token_chunks, self._choose(token_chunks, self._runner.run(batch)))
+        return InFlight(batch, token_chunks, self._sample_tokens(token_chunks, self._runner.run(batch)))
 
-    def _launch_ahead(self, step: InFlight) -> InFlight | None:
+    def _launch_ahead(self, in_flight: InFlight) -> InFlight | None:
         """Launch the step after one whose tokens the host has not read, if it is known already. See in_flight.py."""
-        if not self._runner.runs_ahead or not self._sampler.may_run_ahead(step.batch):
+        if not self._runner.runs_ahead or not self._sampler.may_run_ahead(in_flight.batch):
             return None
         self._journal.begin()
-        batch = self._scheduler.ahead(step.batch)
+        batch = self._scheduler.ahead(in_flight.batch)
         if batch:
             self._runner.prepare(batch, ahead=True)
-        self._journal.planned(step.batch)  # its samples are those of the batch ahead: a rollback undoes both
+        self._journal.planned(in_flight.batch)  # its samples are those of the batch ahead: a rollback undoes both
         if not batch:
             return None
-        logits = self._runner.run_decode(batch, step.inputs_of(batch))
-        return InFlight(batch, batch, self._sampler.choose(logits, batch, unread=1))
+        logits = self._runner.run_decode(batch, in_flight.inputs_of(batch))
+        return InFlight(batch, batch, self._sampler.sample(logits, batch, unread=1))
 
     def _adopt_ahead(self) -> InFlight | None:
         """The step that an earlier call launched ahead, without samples that have ended since; None if there is none.
@@ -475,15 +476,15 @@ class EngineCore(Owned):
         ahead = self._journal.ahead
         if ahead is None:
             return None
-        step = ahead.only(self._scheduler.still_running(ahead.batch))
-        if not step.batch:
+        in_flight = ahead.only(self._scheduler.still_running(ahead.batch))
+        if not in_flight.batch:
             self._journal.drop_ahead()
             return None
-        self._journal.adopt_ahead(step)
-        return step
+        self._journal.adopt_ahead(in_flight)
+        return in_flight
 
     def _settle(self) -> None:
-        """Complete or roll back an interrupted call, and act on notes. The first thing in every call."""
+        """Complete or roll back an interrupted call, and cancel what is due. The first thing in every call."""
         if not self._journal.settled:
             self._outputs.reset()
             self._sampler.processor.reset()
@@ -496,13 +497,13 @@ class EngineCore(Owned):
             self._journal.settle()
         if self._failure is not None and self._table.requests:
             self._fail(self._failure)
-        while self._notes:
-            note = self._notes[0]
-            for request in note.requests if isinstance(note, DroppedHold) else [note]:
+        while self._to_cancel:
+            due = self._to_cancel[0]
+            for request in due.requests if isinstance(due, CallerRef) else [due]:
                 if self._table.holds(request):
                     self._end(request, "cancelled")
-            self._holds.pop(id(note), None)
-            self._notes.popleft()
+            self._caller_refs.pop(id(due), None)
+            self._to_cancel.popleft()
 
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
@@ -518,7 +519,7 @@ class EngineCore(Owned):
             raise
 
     @contextmanager
-    def _comparing(self) -> Iterator[None]:
+    def _consensus_or_rollback(self) -> Iterator[None]:
         """A block in which ranks compare what they are about to do. A refusal by all ranks is rolled back; any other
         error ends the engine on all ranks."""
         if self._consensus.ranks == 1:
@@ -534,7 +535,7 @@ class EngineCore(Owned):
             self._fail(error)
             raise
 
-    def _choose(self, chunks: list[Chunk], logits: torch.Tensor) -> PendingTokens | None:
+    def _sample_tokens(self, chunks: list[Chunk], logits: torch.Tensor) -> PendingTokens | None:
         """A token for each row of logits, and for each fork that a sample will have."""
         if not chunks:
             return None
@@ -542,9 +543,9 @@ class EngineCore(Owned):
             rows = (chunk.sample.forks for chunk in chunks for _ in range(1 + len(chunk.draft)))
             repeated = [row for row, forks in enumerate(rows) for _ in range(1 + forks)]
             logits = logits[torch.tensor(repeated, device=logits.device)]
-        return self._sampler.choose(logits, chunks)
+        return self._sampler.sample(logits, chunks)
 
-    def _outcomes(self, chunks: Sequence[Chunk], chosen: list[ChosenToken]) -> Commit:
+    def _outcomes(self, chunks: Sequence[Chunk], sampled: list[SampledToken]) -> Commit:
         """The outcomes of a step, before anything is reported. A request whose text cannot be decoded ends."""
         outcomes: list[Outcome] = []
         splits = [(chunk.sample, chunk.sample.split()) for chunk in chunks if chunk.sample.forks]
@@ -554,12 +555,12 @@ class EngineCore(Owned):
             for each in (sample, *forks[id(sample)]) if sample.forks else (sample,):
                 request = self._table.request_of(each)
                 try:
-                    outcome = self._outputs.outcome(request, each, chosen[row])
+                    outcome = self._outputs.outcome(request, each, sampled[row])
                     outcomes.append(outcome)
                     for offset, proposed in enumerate(draft, 1):
                         if not outcome.goes_on_with(proposed):
                             break
-                        outcome = self._outputs.outcome(request, each, chosen[row + offset], outcome)
+                        outcome = self._outputs.outcome(request, each, sampled[row + offset], outcome)
                         outcomes.append(outcome)
                 except Exception as error:
                     self._journal.settle()  # to the others, the step did not happen
@@ -575,7 +576,7 @@ class EngineCore(Owned):
             self._meter.after(outcomes),
         )
 
-    def _report(self, commit: Commit) -> None:
+    def _publish(self, commit: Commit) -> None:
         """Make a step visible to callers; may run twice."""
         self._table.apply(commit)
         self._meter.totals = commit.totals
@@ -584,7 +585,7 @@ class EngineCore(Owned):
                 self._discard(outcome.token.request)
         self._unreported = commit.tokens
 
-    def _record(self, batch: Sequence[Chunk], commit: Commit, ahead: InFlight | None) -> None:
+    def _update_scheduler(self, batch: Sequence[Chunk], commit: Commit, ahead: InFlight | None) -> None:
         """Update the scheduler: keys and states are in pages, forks run, some samples have ended."""
         scheduler = self._scheduler
         self._runner.keep_states()
@@ -613,18 +614,18 @@ class EngineCore(Owned):
         """See [Note: after an error]."""
         self._failure = error
         requests = list(self._table.requests.values())
-        left = sum(continuation.finish_reason is None for request in requests for continuation in request.samples)
+        left = sum(continuation.finish_reason is None for request in requests for continuation in request.continuations)
         totals = self._meter.totals.ended(["error"] * left)
 
-        def report() -> None:
+        def publish() -> None:
             self._meter.totals = totals
             for request in list(self._table.requests.values()):
-                for continuation in request.samples:
+                for continuation in request.continuations:
                     continuation.finish_reason = continuation.finish_reason or "error"
                 request.error = error
                 self._discard(request)
 
-        self._journal.commit(report, partial(self._scheduler.reset, ()))
+        self._journal.commit(publish, partial(self._scheduler.reset, ()))
 
     def _check_alive(self) -> None:
         if self._failure is not None:

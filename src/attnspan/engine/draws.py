@@ -1,4 +1,4 @@
-"""Draws tokens at random, by temperature and cuts, with numbers that depend on the request alone.
+"""SamplingTensors tokens at random, by temperature and cuts, with numbers that depend on the request alone.
 
 A number in [0, 1) comes from a counter-based generator keyed on (seed, sample, position) (`uniforms`). There is no
 shared state, so a request gets the same tokens in any batch, on any device, and after preemption. The number is looked
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.row_selection import RowSelection
-from attnspan.parallel.checksum import GOLDEN, mixed, shifted_right
+from attnspan.splitmix import INCREMENT, mix, shift_right
 
 
-class Draw(NamedTuple):
-    """How the token of one row is chosen: at random, or the likeliest at temperature 0."""
+class RowSampling(NamedTuple):
+    """How the token of one row is sampled: at random, or the likeliest at temperature 0."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -37,7 +37,7 @@ class Draw(NamedTuple):
     top_h: float = 0.0
 
     @classmethod
-    def of(cls, params: SamplingParams) -> Draw:
+    def of(cls, params: SamplingParams) -> RowSampling:
         """As a request asks for it."""
         if not params.temperature:
             return GREEDY
@@ -47,29 +47,29 @@ class Draw(NamedTuple):
         )  # fmt: skip
 
 
-GREEDY = Draw()
+GREEDY = RowSampling()
 
 
-class Draws:
-    """The draws of R rows, none of them greedy, as tensors."""
+class SamplingTensors:
+    """The options of R rows, none of them greedy, as tensors."""
 
-    def __init__(self, draws: Sequence[Draw], device: torch.device) -> None:
+    def __init__(self, options: Sequence[RowSampling], device: torch.device) -> None:
         def column(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)
 
-        columns = tuple(zip(*draws, strict=True))
+        columns = tuple(zip(*options, strict=True))
         self.temperatures = column(columns[0])
         self.cuts: list[tuple[Cut, RowSelection, Tensor]] = []
-        for option, (cut, neutral) in CUTS.items():
-            values = columns[option]
+        for field, (cut, neutral) in CUTS.items():
+            values = columns[field]
             if values.count(neutral) < len(values):
                 rows = RowSelection([row for row, each in enumerate(values) if each != neutral], len(values), device)
                 self.cuts.append((cut, rows, column([values[row] for row in rows.places])))
 
 
-def draw_tokens(logits: Tensor, draws: Draws, numbers: Tensor) -> Tensor:
+def draw_tokens(logits: Tensor, options: SamplingTensors, numbers: Tensor) -> Tensor:
     """A token (R,) for each row, by its number (R,), float64."""
-    weights = probabilities(logits, draws).nan_to_num()  # rows without a token are drawn from like others
+    weights = probabilities(logits, options).nan_to_num()  # rows without a token are drawn from like others
     sums = weights.cumsum(-1)
     total = sums[:, -1:].contiguous()
     found = torch.searchsorted(sums, numbers.unsqueeze(-1) * total, right=True)
@@ -77,17 +77,17 @@ def draw_tokens(logits: Tensor, draws: Draws, numbers: Tensor) -> Tensor:
     return torch.minimum(found, torch.searchsorted(sums, total)).flatten()
 
 
-def probabilities(logits: Tensor, draws: Draws) -> Tensor:
+def probabilities(logits: Tensor, options: SamplingTensors) -> Tensor:
     """(R, V) float64: how likely each token is to be drawn, 0 for those that are left out.
 
-    >>> draws = Draws([Draw(temperature=1.0, top_k=2)], torch.device("cpu"))
-    >>> probabilities(torch.tensor([[2.0, 1.0, 0.0]]), draws).mul(100).round().tolist()
+    >>> options = SamplingTensors([RowSampling(temperature=1.0, top_k=2)], torch.device("cpu"))
+    >>> probabilities(torch.tensor([[2.0, 1.0, 0.0]]), options).mul(100).round().tolist()
     [[73.0, 27.0, 0.0]]
     """
     scores = logits.double()
     scores = scores - scores.amax(-1, keepdim=True)  # the likeliest is 0, however small a number it is divided by
-    scores = scores / draws.temperatures
-    for cut, rows, limits in draws.cuts:
+    scores = scores / options.temperatures
+    for cut, rows, limits in options.cuts:
         some = rows.read(scores)
         scores = rows.write(scores, some.masked_fill(cut(some, limits), -torch.inf))
     return scores.softmax(-1)
@@ -117,12 +117,12 @@ def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
     >>> uniforms(stream, torch.tensor([0])) != uniforms(stream, torch.tensor([1]))
     tensor([True])
     """
-    return shifted_right(_absorbed(streams, positions), 11).double() * 2.0**-53
+    return shift_right(_absorbed(streams, positions), 11).double() * 2.0**-53
 
 
 def _absorbed(states: Tensor, words: Tensor) -> Tensor:
     """States (R,) with a word each mixed in."""
-    return mixed((states ^ words) + GOLDEN)
+    return mix((states ^ words) + INCREMENT)
 
 
 # ---- cuts: tokens (R, V) to leave out, by scores and what each row asks for (R, 1); never all ------------------------
@@ -184,10 +184,10 @@ def _below_eta(scores: Tensor, least: Tensor) -> Tensor:
 Cut = Callable[[Tensor, Tensor], Tensor]
 
 CUTS: dict[int, tuple[Cut, float]] = {
-    Draw._fields.index(name): (cut, Draw._field_defaults[name])
+    RowSampling._fields.index(name): (cut, RowSampling._field_defaults[name])
     for name, cut in {
         "top_h": _beyond_top_h, "top_k": _beyond_top_k, "top_p": _beyond_top_p, "min_p": _below_min_p,
         "typical_p": _untypical, "epsilon_cutoff": _below_epsilon, "eta_cutoff": _below_eta,
     }.items()
 }  # fmt: skip
-"""By their field in a draw: what is cut, and the value with which nothing is. In the order of transformers."""
+"""By their field in a `RowSampling`: what is cut, and the value with which nothing is. In the order of transformers."""

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnspan.engine.row_selection import host_tensor
-from attnspan.engine.sampler import ChosenToken, PendingTokens
+from attnspan.engine.host_tensor import host_tensor
+from attnspan.engine.sampler import PendingTokens, SampledToken
 from attnspan.engine.scheduler import Chunk
 
 
@@ -59,7 +59,7 @@ class InFlight:
         kept = [row for row, chunk in zip(rows, self.token_chunks, strict=True) if id(chunk.sample) in going]
         return tokens[host_tensor(kept, tokens.device).to(tokens.device, non_blocking=True)]
 
-    def read(self) -> list[ChosenToken]:
+    def read(self) -> list[SampledToken]:
         """The tokens of the chunks that get any; waits for the device."""
         if self.pending is None:
             return []

@@ -7,14 +7,14 @@ prefixes, the queue, the progress of samples) can be recomputed from it. So noth
     batch = scheduler.schedule() ... # ints, copies, swaps
     journal.planned(batch)           # that state is consistent again, and ahead of the model by one batch
     ...                              # the model, sampling, text: results that no caller has seen
-    journal.commit(report, record)   # callers see them; then the scheduler's state is updated
+    journal.commit(publish, update)  # callers see them; then the scheduler's state is updated
 
 No handler runs when something fails, since an interrupt could hit the handler too. The journal records how far the step
 came, and the next call `settle`s it. If the step was interrupted
 
 - while the scheduler's state changed: all pages are freed, and samples are recomputed from their tokens
 - while the model computed: the batch is rolled back, which costs nothing
-- while results were reported: they are reported again; `report` is idempotent
+- while results were published: they are published again; `publish` is idempotent
 - while it was settled: it is settled again
 
 A step that was launched `ahead` outlasts the call (in_flight.py, [Note: ahead and undone]). It is rolled back with
@@ -41,7 +41,7 @@ class Journal:
         self.scheduler, self.live = scheduler, live
         self.torn = False  # whether the scheduler's state is inconsistent
         self.batch: Sequence[Chunk] = ()  # planned and not computed yet
-        self.redo: Action | None = None  # completes an interrupted report
+        self.redo: Action | None = None  # completes an interrupted `publish`
         self.ahead: InFlight | None = None  # the next batch, launched already: planned too, and not counted yet
 
     @property
@@ -50,7 +50,7 @@ class Journal:
         return not (self.torn or self.batch or self.redo)
 
     def begin(self, redo: Action | None = None) -> None:
-        """The scheduler's state is about to change; `redo` completes an interrupted report, and is idempotent."""
+        """The scheduler's state is about to change; `redo` completes an interrupted change, and is idempotent."""
         self.torn = True
         self.redo = redo
 
@@ -65,17 +65,17 @@ class Journal:
         self.batch = ()
         self.torn = False
 
-    def commit(self, report: Action, record: Action) -> None:
-        """Report to callers, then tell the scheduler. Once `report` has begun it is completed."""
-        self.begin(redo=report)
-        report()
+    def commit(self, publish: Action, update: Action) -> None:
+        """Publish results to callers, then update the scheduler. Once `publish` has begun it is completed."""
+        self.begin(redo=publish)
+        publish()
         self.redo = None
-        record()
+        update()
         self.end()
 
-    def adopt_ahead(self, step: InFlight) -> None:
-        """The step that was launched ahead is the batch of this call; `step` is what is left of it."""
-        self.planned(step.batch)
+    def adopt_ahead(self, in_flight: InFlight) -> None:
+        """The step that was launched ahead is the batch of this call; `in_flight` is what is left of it."""
+        self.planned(in_flight.batch)
         self.ahead = None
 
     def drop_ahead(self) -> None:

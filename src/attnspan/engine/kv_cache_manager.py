@@ -4,8 +4,9 @@ Layers with full attention and layers with a window cannot share pages if the la
 [Note: windows]), so a model with both has two groups, each with its own pages. A sample has the same sequence id in
 each, because all groups get the same calls in the same order; it fits if it fits in all.
 
-[Note: the most a window needs] A sample that feeds `chunk` tokens through a window of W sees W - 1 keys before them,
-and the pages at both ends may be partly used: at most (W + chunk - 2) // page_size + 2 pages, however long it grows.
+[Note: the most a window needs] A sample that feeds `max_chunk` tokens through a window of W sees W - 1 keys before
+them, and the pages at both ends may be partly used: at most (W + max_chunk - 2) // page_size + 2 pages, however long it
+grows.
 
 [Note: states] The states of recurrent layers are a group too (paged/states.py), in which a sample holds one page, and
 two during a step. They are cached and freed like pages with a window of two tokens. A cached page is the state at its
@@ -51,13 +52,13 @@ class KVCacheGroup:
         """Usable pages, without the null page."""
         return self.allocator.num_pages - 1
 
-    def max_pages(self, length: int, chunk: int) -> int:
+    def max_pages(self, length: int, max_chunk: int) -> int:
         """The most pages that a sample of so many tokens holds at once. See [Note: the most a window needs]."""
         size = self.allocator.page_size
         pages = -(-length // size)
         if self.states:
             return min(pages, 2)
-        return pages if self.window is None else min(pages, (self.window + chunk - 2) // size + 2)
+        return pages if self.window is None else min(pages, (self.window + max_chunk - 2) // size + 2)
 
 
 class KVCacheManager:
@@ -65,7 +66,7 @@ class KVCacheManager:
 
     >>> allocator = PageAllocator(num_pages=5, page_size=4)
     >>> kv_cache = KVCacheManager([KVCacheGroup(allocator, allocator)])
-    >>> kv_cache.refusal(length=16, chunk=8), kv_cache.refusal(length=17, chunk=8)
+    >>> kv_cache.refusal(length=16, max_chunk=8), kv_cache.refusal(length=17, max_chunk=8)
     (None, '17 tokens need 5 pages of 4 tokens, and the pool has 4')
     """
 
@@ -82,24 +83,24 @@ class KVCacheManager:
         """The most tokens that one step may compute after `computed`, so that it ends at a border; None: any number."""
         return self._border - computed % self._border if self.keeps_states else None
 
-    def refusal(self, length: int, chunk: int) -> str | None:
+    def refusal(self, length: int, max_chunk: int) -> str | None:
         """Why a sample of so many tokens can never run, not even alone; None if it can."""
         for group in self.groups:
-            needed = group.max_pages(length, chunk)
+            needed = group.max_pages(length, max_chunk)
             if needed > group.num_pages:
                 size = group.allocator.page_size
                 return f"{length} tokens need {needed} pages of {size} tokens, and the pool has {group.num_pages}"
         return None
 
-    def max_chunk(self, chunk: int) -> int:
-        """The most tokens, up to `chunk`, that can be fed at once through every window; at least 1."""
+    def max_chunk(self, limit: int) -> int:
+        """The most tokens, up to `limit`, that can be fed at once through every window; at least 1."""
         for group in self.groups:
             if group.states:
-                chunk = min(chunk, group.allocator.page_size)
+                limit = min(limit, group.allocator.page_size)
             elif group.window is not None:
                 spare = (group.num_pages - 1) * group.allocator.page_size - group.window + 1
-                chunk = min(chunk, max(1, spare))
-        return chunk
+                limit = min(limit, max(1, spare))
+        return limit
 
     def add(self, tokens: Sequence[int], salt: Hashable, shared: bool = True) -> tuple[int, int]:
         """A new sequence, and how many of its tokens the prefix cache has; at least the last has to be computed."""
@@ -117,24 +118,24 @@ class KVCacheManager:
                 group.allocator.trim(seq, computed)
         return seq, computed
 
-    def reserve(
-        self, batch: Sequence[tuple[int, int]], *, spare: int = 0, chunk: int | None = None, newcomer: int = 0
+    def make_room(
+        self, batch: Sequence[tuple[int, int]], *, spare: int = 0, max_chunk: int | None = None, newcomer: int = 0
     ) -> bool:
         """Whether all (sequence, new tokens) fit with `spare` pages left, after evicting cached prefixes if necessary.
 
-        With `chunk`, windowed layers only count a window and a chunk of tokens, since earlier pages are freed before
+        With `max_chunk`, windowed layers only count a window and so many tokens, since earlier pages are freed before
         later ones are needed. `newcomer` is the number of tokens of one more sample, which has no pages yet.
         """
         for group in self.groups:
             counted, extra = batch, 0
             if group.states:
                 counted = [(seq, min(new, group.allocator.page_size)) for seq, new in batch]
-            elif chunk is not None and group.window is not None:
-                counted = [(seq, min(new, group.window + chunk)) for seq, new in batch]
+            elif max_chunk is not None and group.window is not None:
+                counted = [(seq, min(new, group.window + max_chunk)) for seq, new in batch]
             if newcomer:
-                extra = group.max_pages(newcomer, newcomer if chunk is None else chunk)
+                extra = group.max_pages(newcomer, newcomer if max_chunk is None else max_chunk)
             extra += 0 if group.states else spare  # a state that is needed is in the batch already
-            if not group.allocator.reserve(group.allocator.needs(counted) + extra):
+            if not group.allocator.make_room(group.allocator.needs(counted) + extra):
                 return False
         return True
 

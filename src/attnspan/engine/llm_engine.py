@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from attnspan.engine.call_lock import CallerHandle, CallerRef, exclusive
 from attnspan.engine.core import EngineCore
-from attnspan.engine.owner import DroppedHold, Hold, exclusive
 from attnspan.engine.params import SamplingParams
 from attnspan.engine.prompts import Prompt, one_or_several, params_for_each, several
 from attnspan.engine.request import Request, Token
@@ -42,7 +42,7 @@ class LLMEngine(EngineCore):
         `params` is one for all prompts, or a list with one for each. After an error none of these requests is left.
         """
         requests: list[Request] = []
-        hold = self._hold(requests)  # in case the `finally` is interrupted
+        handle = self._caller_handle(requests)  # in case the `finally` is interrupted
         try:
             self._add_all(requests, prompts, params, salt, priority)
             with _progress_bar(requests, progress) as advance:
@@ -50,7 +50,7 @@ class LLMEngine(EngineCore):
                     advance(sum(token.finish_reason is not None for token in self.step()))
         finally:
             self._cancel_all(requests)
-            del hold
+            del handle
         return requests
 
     def stream(
@@ -70,10 +70,10 @@ class LLMEngine(EngineCore):
         return stream
 
     def _streamed(self, prompts: Iterable[Prompt], params: Params, salt: Hashable, priority: int) -> Iterator[Any]:
-        """None first, then tokens. If the reader drops the generator, its hold leaves a note."""
+        """None first, then tokens. If the reader drops the generator, its requests are cancelled."""
         requests: list[Request] = []
         tokens: list[Token] = []
-        hold = self._hold(requests)
+        handle = self._caller_handle(requests)
         try:
             self._add_all(requests, prompts, params, salt, priority, tokens)
             yield None
@@ -92,15 +92,15 @@ class LLMEngine(EngineCore):
                         self._cancel_all(requests)
                         raise
         finally:
-            del hold  # close() of Python 3.12 keeps what a generator holds, unless there is something to be done
+            del handle  # close() of Python 3.12 keeps what a generator holds, unless there is something to be done
 
-    def _hold(self, requests: list[Request]) -> Hold:
-        """An object that the caller's frame keeps while it wants these requests. See owner.py, [Note: finalizers]."""
-        hold = Hold()
-        note = DroppedHold(hold, self._notes.append)
-        note.requests = requests
-        self._holds[id(note)] = note
-        return hold
+    def _caller_handle(self, requests: list[Request]) -> CallerHandle:
+        """What the caller's frame keeps while it wants these requests. See call_lock.py, [Note: finalizers]."""
+        handle = CallerHandle()
+        caller = CallerRef(handle, self._to_cancel.append)
+        caller.requests = requests
+        self._caller_refs[id(caller)] = caller
+        return handle
 
     def _add_all(
         self,
@@ -153,5 +153,5 @@ def _progress_bar(requests: list[Request], wanted: bool) -> Iterator[Callable[[i
     except ImportError:
         raise EngineError('progress=True needs rich; run pip install "attnspan[cli]"') from None
     with Progress() as bar:
-        task = bar.add_task("generating", total=sum(len(request.samples) for request in requests))
+        task = bar.add_task("generating", total=sum(len(request.continuations) for request in requests))
         yield lambda count: bar.advance(task, count)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from attnspan.engine.config import EngineConfig
 from attnspan.engine.cuda_graphs import CudaGraphs
+from attnspan.engine.host_tensor import host_tensor
 from attnspan.engine.model import EncodingModel, PackedBatch, PromptRows, ServedModel, StateSpec, StepAttention
 from attnspan.engine.pools import Pools
-from attnspan.engine.row_selection import host_tensor
 from attnspan.engine.sample import Sample
 from attnspan.engine.scheduler import Chunk
 from attnspan.errors import EngineError, ModelError
@@ -189,25 +189,25 @@ class ModelRunner:
         if self._graphs is not None and _fits_decode_graph(batch):
             return self.run_decode(batch, host_tensor([chunk.sample.tokens[-1] for chunk in batch], self.device))
         tokens: list[int] = []
-        wanted: list[int] = []
+        logits_to_keep: list[int] = []
         embedded: list[PromptRows] = []
         for chunk in batch:
             if (prompt := chunk.sample.embedded) is not None:
                 embedded.append(PromptRows(len(tokens), len(tokens) + chunk.new, chunk.sample.computed, prompt))
             tokens += chunk.tokens
             if chunk.gets_token:
-                wanted += range(len(tokens) - 1 - len(chunk.draft), len(tokens))
+                logits_to_keep += range(len(tokens) - 1 - len(chunk.draft), len(tokens))
         self._attention.group_masks = _group_masks(batch) if embedded else {}
-        fed = [chunk[:2] for chunk in batch]
-        return self._logits(tokens, self._positions(batch), wanted, self._attention, fed, tuple(embedded))
+        rows = [(chunk.sample, chunk.new) for chunk in batch]
+        return self._logits(tokens, self._positions(batch), logits_to_keep, self._attention, rows, tuple(embedded))
 
     def run_decode(self, batch: Sequence[Chunk], tokens: Tensor) -> Tensor:
         """Feed a prepared batch one token for each sample, from `tokens`, which the host may not have read yet; the
-        logits (rows, V) after them."""
+        logits (rows, V) after them. By a graph, or without one where tests run steps ahead on a CPU."""
         if self._graphs is not None:
             return self._graphs.run(self._decode, tokens, self._graphs.padded_rows(len(batch)))
-        fed = [chunk[:2] for chunk in batch]
-        return self._logits(tokens, self._positions(batch), range(len(batch)), self._attention, fed)
+        rows = [(chunk.sample, chunk.new) for chunk in batch]
+        return self._logits(tokens, self._positions(batch), range(len(batch)), self._attention, rows)
 
     def _positions(self, batch: Sequence[Chunk]) -> Tensor:
         """The position of every token of a prepared batch, (T,)."""
@@ -220,16 +220,17 @@ class ModelRunner:
         self,
         tokens: Sequence[int] | Tensor,
         positions: Tensor,
-        wanted: Sequence[int],
+        logits_to_keep: Sequence[int],
         attention: StepAttention,
         rows: Sequence[tuple[Sample, int]],
         embedded: tuple[PromptRows, ...] = (),
     ) -> Tensor:
-        """The logits of the tokens at `wanted`, (wanted, V); `rows` are the samples, each with its number of tokens."""
-        kept = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        fed = torch.as_tensor(tokens, device=self.device, dtype=torch.int64)
+        """The logits of tokens by their indices; `rows` are the samples, each with its number of tokens."""
+        tokens = torch.as_tensor(tokens, device=self.device, dtype=torch.int64)
+        kept = torch.tensor(logits_to_keep, dtype=torch.int64, device=self.device)
         encoded = [(count, self._encode(sample)) for sample, count in rows] if self._encodes else []
-        return self._call(PackedBatch(fed, positions.long(), kept, encoded, embedded, _adapters_of(rows)), attention)
+        batch = PackedBatch(tokens, positions.long(), kept, encoded, embedded, _adapters_of(rows))
+        return self._call(batch, attention)
 
     def _decode(self, tokens: Tensor) -> Tensor:
         """The logits of each of (rows,) tokens: the call of the model that a graph captures."""
@@ -237,7 +238,7 @@ class ModelRunner:
 
     def _call(self, batch: PackedBatch, attention: StepAttention) -> Tensor:
         attention.calls = 0
-        with torch.no_grad(): logits = self.model.step(batch, attention)  # fmt: skip  # noqa: E701  # see owner.py
+        with torch.no_grad(): logits = self.model.step(batch, attention)  # fmt: skip  # noqa: E701  # see call_lock.py
         if attention.calls != len(self.pools.layers):
             raise ModelError(
                 f"{attention.calls} of {len(self.pools.layers)} layers attended over pages in a call of the model; it "

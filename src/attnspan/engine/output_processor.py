@@ -1,4 +1,4 @@
-"""Turns a chosen token into an outcome: the text that it adds, whether the sample ends, and why.
+"""Turns a sampled token into an outcome: the text that it adds, whether the sample ends, and why.
 
 All outcomes of a step are computed before any of them is reported. A commit may be interrupted and completed later
 (journal.py), so it holds states instead of actions: the position of a token, the whole text. Applying it is idempotent.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from attnspan.engine.detokenizer import Detokenizer, Tokenizer
 from attnspan.engine.request import Continuation, Request, Token
 from attnspan.engine.sample import Sample
-from attnspan.engine.sampler import ChosenToken
+from attnspan.engine.sampler import SampledToken
 from attnspan.errors import EngineError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
     sample: Sample
     continuation: Continuation
-    chosen: ChosenToken
+    sampled: SampledToken
     position: int
     text: str
     token: Token
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
     def goes_on_with(self, proposed: int) -> bool:
         """Whether the sample continues, and its token is the one that the draft proposed."""
-        return self.chosen.token == proposed and self.token.finish_reason is None
+        return self.sampled.token == proposed and self.token.finish_reason is None
 
     def apply(self) -> None:
         """Write it to the sample and its continuation, unless it is there already."""
@@ -69,14 +69,14 @@ class OutputProcessor:
         self.tokenizer, self.end_tokens = tokenizer, end_tokens
         self.detokenizers: dict[tuple[int, int], Detokenizer] = {}  # by request and sample
 
-    def outcome(self, request: Request, sample: Sample, chosen: ChosenToken, after: Outcome | None = None) -> Outcome:
+    def outcome(self, request: Request, sample: Sample, sampled: SampledToken, after: Outcome | None = None) -> Outcome:
         """What a sample's next token comes to, `after` another of the same step; nothing is reported yet."""
-        params, continuation, token_id = request.params, request.samples[sample.number], chosen.token
+        params, continuation, token_id = request.params, request.continuations[sample.number], sampled.token
         position, before = len(continuation.token_ids), continuation.text
         if after is not None:
             position, before = after.position + 1, after.text
         if token_id is None:
-            return self._without_token(request, sample, chosen, position, before)
+            return self._without_token(request, sample, sampled, position, before)
         reason = None
         if token_id in params.stop_token_ids or (token_id in self.end_tokens and not params.ignore_eos):
             reason = "stop"
@@ -86,20 +86,20 @@ class OutputProcessor:
         if self.tokenizer is not None:
             text, reason = self._text(request, sample.number, token_id, reason)
         token = Token(request, sample.number, token_id, text, reason)
-        return Outcome(sample, continuation, chosen, position, before + text, token)
+        return Outcome(sample, continuation, sampled, position, before + text, token)
 
     def _without_token(
-        self, request: Request, sample: Sample, chosen: ChosenToken, position: int, before: str
+        self, request: Request, sample: Sample, sampled: SampledToken, position: int, before: str
     ) -> Outcome:
         """The end of a sample without a next token, whose pages are not cached."""
-        continuation = request.samples[sample.number]
+        continuation = request.continuations[sample.number]
         error = EngineError(
             f"sample {sample.number} of request {request.number} ended after {sample.prompt_length + position} tokens: "
-            f"{chosen.failure}"
+            f"{sampled.failure}"
         )
         text = self.flush(request, sample.number) if position else ""
         token = Token(request, sample.number, None, text, "error")
-        return Outcome(sample, continuation, chosen, position, before + text, token, error)
+        return Outcome(sample, continuation, sampled, position, before + text, token, error)
 
     def flush(self, request: Request, number: int) -> str:
         """The rest of a sample's text, held back because it could have become a stop string."""
@@ -111,7 +111,7 @@ class OutputProcessor:
 
     def discard(self, request: Request) -> None:
         """A request has ended."""
-        for number in range(len(request.samples)):
+        for number in range(len(request.continuations)):
             self.detokenizers.pop((request.number, number), None)
 
     def reset(self) -> None:
@@ -135,7 +135,7 @@ class OutputProcessor:
         if found is None:
             assert self.tokenizer is not None, "there is text"
             found = Detokenizer(self.tokenizer, request.params.stop or (), request.decoder_prompt or request.prompt)
-            for token in request.samples[number].token_ids:
+            for token in request.continuations[number].token_ids:
                 found.push(token)
             self.detokenizers[request.number, number] = found
         return found

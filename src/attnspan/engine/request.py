@@ -33,7 +33,7 @@ class Continuation:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and its `n` samples. Attributes such as `text` are those of the first sample."""
+    """A prompt and a continuation for each of its `n` samples. Attributes such as `text` are those of the first."""
 
     number: int
     prompt: list[int]
@@ -41,52 +41,53 @@ class Request:
     seed: int
     salt: Hashable = None
     decoder_prompt: tuple[int, ...] = ()  # what the samples begin with, if `prompt` is for an encoder
-    samples: list[Continuation] = field(default_factory=list)
+    continuations: list[Continuation] = field(default_factory=list)
     error: BaseException | None = None
 
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
-        return all(sample.finish_reason is not None for sample in self.samples)
+        return all(each.finish_reason is not None for each in self.continuations)
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens of the first sample."""
-        return self.samples[0].token_ids
+        return self.continuations[0].token_ids
 
     @property
     def text(self) -> str:
         """The text of the first sample."""
-        return self.samples[0].text
+        return self.continuations[0].text
 
     @property
     def logprobs(self) -> list[float] | None:
         """The log-probabilities of the first sample's tokens, if they were asked for."""
-        return self.samples[0].logprobs
+        return self.continuations[0].logprobs
 
     @property
     def top_logprobs(self) -> list[dict[int, float]] | None:
         """The likeliest tokens at each of the first sample's places with theirs, if they were asked for."""
-        return self.samples[0].top_logprobs
+        return self.continuations[0].top_logprobs
 
     @property
     def finish_reason(self) -> str | None:
         """Why the first sample ended."""
-        return self.samples[0].finish_reason
+        return self.continuations[0].finish_reason
 
     def __repr__(self) -> str:
-        ends = ", ".join(sample.finish_reason or f"{len(sample.token_ids)} tokens so far" for sample in self.samples)
+        ends = ", ".join(each.finish_reason or f"{len(each.token_ids)} tokens so far" for each in self.continuations)
         return f"Request({self.number}, prompt of {len(self.prompt)} tokens, {ends})"
 
 
 class Token(NamedTuple):
-    """A token that a step gave: whose it is, what it adds to the text, and why it is the last, if it is.
+    """A token that a step gave: which continuation it is of, the text that it adds, and why it is the last, if it is.
 
-    A sample that ends because its logits are not numbers is reported without a token: `token_id` is None.
+    `sample_index` is the index of its continuation in `request.continuations`. A sample that ends because its logits
+    are not numbers is reported without a token: `token_id` is None.
     """
 
     request: Request
-    sample: int
+    sample_index: int
     token_id: int | None
     text: str
     finish_reason: str | None

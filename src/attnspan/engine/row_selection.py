@@ -5,15 +5,10 @@ Shapes: R rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-
-
-def host_tensor(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """On the host, from where a device can fetch it while the host goes on."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
 class RowSelection:

@@ -129,7 +129,7 @@ class Scheduler:
     ) -> None:
         self.kv_cache, self.limits, self.counts = kv_cache, limits, Counts()
         self._version = version  # the version of the model, for a sample that starts on cached pages or on none
-        self.chunk = kv_cache.max_chunk(limits.max_tokens)
+        self.max_chunk = kv_cache.max_chunk(limits.max_tokens)
         self.running: list[Sample] = []
         self.queued: list[Sample] = []
         self._page_size = gcd(*(group.allocator.page_size for group in kv_cache.groups))
@@ -147,7 +147,7 @@ class Scheduler:
 
     def check_fits(self, sample: Sample) -> None:
         """EngineError for a sample that could not run even alone."""
-        reason = self.kv_cache.refusal(sample.max_length, self.chunk)
+        reason = self.kv_cache.refusal(sample.max_length, self.max_chunk)
         if reason is not None:
             prompt = sample.prompt_length
             raise EngineError(
@@ -155,7 +155,7 @@ class Scheduler:
                 f"{reason}; shorten it, or give the engine more pages"
             )
         longest = max((stop - start for start, stop in sample.atomic_spans), default=0)
-        room = min(self.limits.max_tokens - self.limits.max_sequences + 1, self.chunk)
+        room = min(self.limits.max_tokens - self.limits.max_sequences + 1, self.max_chunk)
         if longest > room:
             raise EngineError(
                 f"the request does not fit: {longest} tokens of its prompt see each other and are computed in one "
@@ -203,7 +203,7 @@ class Scheduler:
         """The next batch, without drafts."""
         batch = self._chunks()
         preempted = False
-        while batch and not self._reserve(batch):
+        while batch and not self._make_room(batch):
             self._preempt()
             preempted = True
             batch = self._chunks()
@@ -212,11 +212,11 @@ class Scheduler:
         while self._admit():
             pass
         batch = self._chunks()
-        if batch and not self._reserve(batch):
+        if batch and not self._make_room(batch):
             [sample] = self.running  # admitted alone: more are admitted only with pages to spare
             self._restart(sample)
             batch = self._chunks()
-            fits = self._reserve(batch)
+            fits = self._make_room(batch)
             assert fits, "what fits alone was added"
         return batch
 
@@ -229,7 +229,7 @@ class Scheduler:
         if not all([_can_step_ahead(chunk) for chunk in batch]) or (self.queued and len(going) < len(batch)):  # noqa: C419
             return []
         found = [Chunk(sample, 1) for sample in going]
-        return found if self._reserve(found) else []
+        return found if self._make_room(found) else []
 
     def still_running(self, batch: Sequence[Chunk]) -> list[int]:
         """Which chunks of a batch that was planned ahead are of samples that have not ended, by their places in it."""
@@ -270,7 +270,7 @@ class Scheduler:
             for place, sample in enumerate(self.running):
                 if not counts[place]:
                     border = self.kv_cache.to_border(sample.computed) or left
-                    counts[place] = sample.round_to_spans(min(sample.remaining, self.chunk, left, border))
+                    counts[place] = sample.round_to_spans(min(sample.remaining, self.max_chunk, left, border))
                     left -= counts[place]
         return [Chunk(sample, count) for sample, count in zip(self.running, counts, strict=True) if count]
 
@@ -282,12 +282,12 @@ class Scheduler:
         for chunk in batch:
             sample = chunk.sample
             if sample.lookup is not None and sample.remaining == 1 and not sample.forks:
-                most = min(left, self.chunk - 1, sample.max_length - len(sample.tokens))
+                most = min(left, self.max_chunk - 1, sample.max_length - len(sample.tokens))
                 draft = sample.lookup.draft(sample.tokens, most)
                 left -= len(draft)
                 chunk = Chunk(sample, 1 + len(draft), draft)
             drafted.append(chunk)
-        return drafted if drafted != batch and self._reserve(drafted) else batch
+        return drafted if drafted != batch and self._make_room(drafted) else batch
 
     def _trim_draft(self, chunk: Chunk) -> int:
         """Trim the keys of rejected draft tokens; how many tokens of the chunk count."""
@@ -298,9 +298,9 @@ class Scheduler:
         self.counts.accepted += max(count - 1, 0)
         return count
 
-    def _reserve(self, batch: Sequence[Chunk]) -> bool:
-        """Whether there are pages for a batch."""
-        return self.kv_cache.reserve([(chunk.sample.seq, chunk.new) for chunk in batch])
+    def _make_room(self, batch: Sequence[Chunk]) -> bool:
+        """Whether there are pages for a batch, after evicting cached prefixes if necessary."""
+        return self.kv_cache.make_room([(chunk.sample.seq, chunk.new) for chunk in batch])
 
     def _may_admit(self) -> bool:
         """Whether the first sample of the queue might run in the next step, if no other ends."""
@@ -362,8 +362,8 @@ class Scheduler:
         newcomer = len(sample.tokens) if sample.swapped else 0
         if not sample.swapped:
             everyone.append((sample.seq, sample.remaining))
-        chunk = None if self._is_context_parallel(sample) else self.chunk
-        return self.kv_cache.reserve(everyone, spare=len(self.running) + 1, chunk=chunk, newcomer=newcomer)
+        max_chunk = None if self._is_context_parallel(sample) else self.max_chunk
+        return self.kv_cache.make_room(everyone, spare=len(self.running) + 1, max_chunk=max_chunk, newcomer=newcomer)
 
     def _is_context_parallel(self, sample: Sample) -> bool:
         """See [Note: context parallelism]."""

@@ -142,7 +142,7 @@ class Meter:
     def discard(self, request: Request) -> None:
         """A request has ended, or was never added."""
         self.added.pop(request.number, None)
-        for number in range(len(request.samples)):
+        for number in range(len(request.continuations)):
             self.began.pop((request.number, number), None)
 
     def after(self, outcomes: Sequence[Outcome]) -> Totals:
@@ -155,12 +155,12 @@ class Meter:
             elif outcome.position == 0:
                 request = outcome.token.request.number
                 first.append(now - self.added[request])
-                self.began[request, outcome.token.sample] = now
+                self.began[request, outcome.token.sample_index] = now
             if outcome.token.finish_reason is not None:
                 reasons.append(outcome.token.finish_reason)
                 if outcome.position and outcome.error is None:
                     request = outcome.token.request.number
-                    later.append((now - self.began[request, outcome.token.sample]) / outcome.position)
+                    later.append((now - self.began[request, outcome.token.sample_index]) / outcome.position)
         totals = totals.ended(reasons) if reasons else totals
         return replace(
             totals,

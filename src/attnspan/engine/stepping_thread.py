@@ -54,7 +54,7 @@ class StreamedToken(NamedTuple):
     """
 
     prompt: int
-    sample: int
+    sample_index: int
     token_id: int | None
     text: str
     finish_reason: str | None
@@ -84,8 +84,8 @@ class AsyncCall:
 
     def streamed(self, token: Token) -> StreamedToken:
         """A token of this call; each once, in order."""
-        request, sample = token.request, token.sample
-        continuation, index = request.samples[sample], self.delivered[request.number, sample]
+        request, sample = token.request, token.sample_index
+        continuation, index = request.continuations[sample], self.delivered[request.number, sample]
         prompt = next(number for number, each in enumerate(self.requests) if each is request)
         if token.token_id is None:
             return StreamedToken(prompt, sample, None, token.text, token.finish_reason)

@@ -27,7 +27,7 @@ def run_warmup(runner: ModelRunner, scheduler: Scheduler, max_length: int) -> No
     full = [limits.max_tokens // together] * together, [limits.max_tokens]
     for lengths in (*([1] * rows for rows in runner.graph_sizes), *([length] for length in LENGTHS), *full):
         for number, length in enumerate(min(length, max_length - 1) for length in lengths):
-            if length and scheduler.kv_cache.refusal(length + 1, scheduler.chunk) is None:
+            if length and scheduler.kv_cache.refusal(length + 1, scheduler.max_chunk) is None:
                 sample = Sample(number, [0] * length, length + 1, encoder_prompt=runner.encoder_example)
                 scheduler.add(sample)
                 sample.unshared = True  # it is neither cached nor found

@@ -447,8 +447,8 @@ class PageAllocator:
         """The pages that `step` would take for a batch, copies of shared pages among them; nothing changes."""
         return self._needed(self.prepare(batch))
 
-    def reserve(self, pages: int) -> bool:
-        """Whether so many pages are free, if need be after a prefix cache gave some up: enough of them, or none."""
+    def make_room(self, pages: int) -> bool:
+        """Whether so many pages are free, after evicting cached prefixes if necessary: enough of them, or none."""
         return self._reclaimed(integer("pages", pages, error=PageError))
 
     @property

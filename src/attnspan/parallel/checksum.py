@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from attnspan.errors import ModelError
+from attnspan.splitmix import INCREMENT, mix
 from attnspan.transports import Transport
 from attnspan.transports.consensus import all_gather_object, differing_ranks
 
@@ -183,20 +184,4 @@ def weights(count: int, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=32)
 def _weights(count: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return mixed(torch.arange(1, count + 1, device=device) * GOLDEN) | 1
-
-
-GOLDEN = -0x61C8864680B583EB
-"""The increment of SplitMix64, as an int64."""
-
-
-def mixed(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64 on int64 words: changing a bit of a word changes each bit with probability 1/2."""
-    x = (x ^ shifted_right(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ shifted_right(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ shifted_right(x, 31)
-
-
-def shifted_right(x: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right of int64 words."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+        return mix(torch.arange(1, count + 1, device=device) * INCREMENT) | 1

@@ -98,7 +98,7 @@ class Answer:
             yield {**head, "choices": [], "usage": self.usage.body}
 
     def _index(self, token: StreamedToken) -> int:
-        return token.prompt * self.samples + token.sample
+        return token.prompt * self.samples + token.sample_index
 
     def _piece(self, token: int) -> str:
         return self.tokenizer.piece(token)[0]

@@ -5,7 +5,7 @@ its attention, the last one restores it. The name is written directly to the con
 `set_attn_implementation`, which visits every module, would take a tenth of a small model's step.
 
 [Note: interrupts] Engines are kept in a set by identity, not counted: one whose exit was interrupted leaves after its
-next step. Locks are acquired and released within one line (engine/owner.py, [Note: one line]).
+next step. Locks are acquired and released within one line (engine/call_lock.py, [Note: one line]).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Over ranks the order of calls must be the same on every rank, which locks betwee
 thread that calls owns the engine, and calls from others are refused.
 
 [Note: finalizers] Python may collect garbage at any line, even in the middle of a step. So a caller that is collected
-only leaves a note: its requests belong to a `Hold`, which lives as long as the caller's frame, and whose weak reference
-is appended to a queue when it dies. Appending is one call in C: no Python line runs, and nothing can interrupt it. The
-owner acts on notes when its next call begins.
+cancels nothing itself: its requests belong to a `CallerHandle`, which lives as long as the caller's frame, and whose
+weak reference is appended to a queue when it dies. Appending is one call in C: no Python line runs, and nothing can
+interrupt it. The next call of the engine begins by cancelling what is in the queue.
 
 [Note: one line] A `with` whose block is on the same line has no line between block and release at which an interrupt
 (or a debugger, or a tracer that raises) could come. Longer blocks are moved into a function.
@@ -29,21 +29,21 @@ from attnspan.errors import EngineError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-E = TypeVar("E", bound="Owned")
+E = TypeVar("E", bound="HasCallLock")
 
 
-class Hold:
+class CallerHandle:
     """An object that a caller's frame keeps while it wants its requests."""
 
 
-class DroppedHold(ref[Hold]):
-    """A weak reference to a hold, with the requests to cancel when the hold dies."""
+class CallerRef(ref[CallerHandle]):
+    """A weak reference to a handle, with the requests to cancel when the handle dies."""
 
     requests: Sequence[Request] = ()  # until it is given some: an interrupt may come first
 
 
-class Owner:
-    """The locks of an engine. `ranks` as in the engine's group."""
+class CallLock:
+    """The lock that one call of an engine at a time holds. `ranks` as in the engine's group."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -79,10 +79,10 @@ class Owner:
             self.name, self.thread = current_thread().name, get_ident()
 
 
-class Owned:
-    """What has an owner."""
+class HasCallLock:
+    """What one call at a time may use."""
 
-    _owner: Owner
+    _call_lock: CallLock
 
 
 def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
@@ -90,7 +90,7 @@ def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E,
 
     @wraps(method)
     def call(self: E, /, *args: P.args, **named: P.kwargs) -> R:
-        with self._owner.lock: return call_owned(self, method, args, named)  # fmt: skip  # noqa: E701
+        with self._call_lock.lock: return call_exclusively(self, method, args, named)  # fmt: skip  # noqa: E701
 
     return call
 
@@ -100,12 +100,14 @@ def locked(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P]
 
     @wraps(method)
     def call(self: E, /, *args: P.args, **named: P.kwargs) -> R:
-        with self._owner.lock: return method(self, *args, **named)  # fmt: skip  # noqa: E701
+        with self._call_lock.lock: return method(self, *args, **named)  # fmt: skip  # noqa: E701
 
     return call
 
 
-def call_owned(owned: Owned, method: Callable[..., R], args: tuple[object, ...], named: dict[str, object]) -> R:
+def call_exclusively(
+    engine: HasCallLock, method: Callable[..., R], args: tuple[object, ...], named: dict[str, object]
+) -> R:
     """Call a method, under the lock."""
-    owned._owner.check(method.__name__.strip("_"))
-    with owned._owner.inside: return method(owned, *args, **named)  # fmt: skip  # noqa: E701
+    engine._call_lock.check(method.__name__.strip("_"))
+    with engine._call_lock.inside: return method(engine, *args, **named)  # fmt: skip  # noqa: E701
