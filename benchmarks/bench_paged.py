@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
+from attnspan.paged import PageAllocator, PageLayer, PagePool, StepPlan
 from attnspan.paged.metadata import tensors
 from benchmarks.report import header
 
@@ -108,7 +108,7 @@ def plans() -> list[str]:
 def step_ms(count: int, lengths: list[int], every: int = 1) -> float:
     """The fastest of many steps of one token each, or of every so many of them."""
     allocator = PageAllocator(num_pages=65536, page_size=16)
-    plan = StepPlan(PagePool(allocator, [Layer(1, 1)]), max_sequences=count, max_tokens=count, max_length=4096)
+    plan = StepPlan(PagePool(allocator, [PageLayer(1, 1)]), max_sequences=count, max_tokens=count, max_length=4096)
     batch = [(allocator.add(length), 1) for length in lengths]
     taken = [host_ms(lambda: plan.step(batch), 1) for _ in range(480)]
     return min(taken[::every])
@@ -120,7 +120,7 @@ def cpu_attention() -> list[str]:
              "| batch x length | page | attnspan (gather) | dense SDPA, no pages |", "|---|---|---|---|"]  # fmt: skip
     for count, length in ((8, 2048), (32, 512), (1, 16384)):
         for size in (16, 128):
-            pool, plan, _ = filled([length] * count, size, [Layer(2, 64)])
+            pool, plan, _ = filled([length] * count, size, [PageLayer(2, 64)])
             q = torch.randn(count, 8, 64)
             ours = host_ms(lambda pool=pool, q=q, plan=plan: pool.attend(0, q, plan), 15)
             k, v = torch.randn(2, count, 2, length, 64).unbind()
@@ -131,7 +131,9 @@ def cpu_attention() -> list[str]:
     return lines
 
 
-def filled(lengths: list[int], size: int, layers: list[Layer], dtype: torch.dtype = torch.float32, device: str = "cpu"):
+def filled(
+    lengths: list[int], size: int, layers: list[PageLayer], dtype: torch.dtype = torch.float32, device: str = "cpu"
+):
     """A pool of random keys, its pages in random order, and a plan of one token for each sequence."""
     pages = sum(-(-length // size) + 1 for length in lengths) + 1
     allocator = PageAllocator(num_pages=pages, page_size=size)
@@ -230,7 +232,7 @@ def dense_cudnn(count: int, length: int) -> float:
 
 def decoded(lengths: list[int], size: int, quantised: torch.dtype | None = None, kernel: str = "decode", **how: int):
     """(milliseconds of a call, bytes it reads, the plan, its sequences); `how` is for `device_ms`."""
-    layers = [Layer(KV_HEADS, DIM, quantised=quantised)] * 2
+    layers = [PageLayer(KV_HEADS, DIM, quantised=quantised)] * 2
     pool, plan, seqs = filled(lengths, size, layers, torch.bfloat16, "cuda")
     q = torch.randn(len(lengths), HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     taken = device_ms(lambda turn: pool.attend(turn, q, plan, kernel=kernel), **how)

@@ -33,7 +33,7 @@ def main():
 
     # 2. Hand over: one exchange per layer takes every key to the rank that keeps it.
     allocator = span.PageAllocator(num_pages=64, page_size=16 * ranks)
-    pool = span.PagePool(allocator, [span.Layer(KV_HEADS, HEAD_DIM)] * LAYERS, dtype=torch.float64, page_size=16)
+    pool = span.PagePool(allocator, [span.PageLayer(KV_HEADS, HEAD_DIM)] * LAYERS, dtype=torch.float64, page_size=16)
     pages = span.ShardedPages(pool, mesh, interleave=4)
     plan = pages.plan(max_sequences=1, max_tokens=len(PROMPT), max_length=512)
     seq = allocator.add()

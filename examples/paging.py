@@ -15,7 +15,7 @@ def tiny_model():
 def cache(num_pages=256, page_size=16, **sizes):
     """An allocator, a pool with a layer for each of the model's, and a plan."""
     allocator = span.PageAllocator(num_pages=num_pages, page_size=page_size)
-    pool = span.PagePool(allocator, [span.Layer(KV_HEADS, HEAD_DIM)] * LAYERS, dtype=torch.float64)
+    pool = span.PagePool(allocator, [span.PageLayer(KV_HEADS, HEAD_DIM)] * LAYERS, dtype=torch.float64)
     sizes = {"max_sequences": 8, "max_tokens": 512, "max_length": 512} | sizes
     return allocator, pool, span.StepPlan(pool, **sizes)
 

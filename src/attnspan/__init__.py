@@ -63,7 +63,7 @@ from attnspan.masks import (
     TokenGroups,
     Tree,
 )
-from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, PrefixCache, ShardedPages, StepPlan
+from attnspan.paged import AfterPrefix, PageAllocator, PageLayer, PagePool, PrefixCache, ShardedPages, StepPlan
 from attnspan.parallel import ContextParallel, check_model
 from attnspan.plan import Hardware, Plan, RecurrentLayers, Shape, choose
 from attnspan.recurrence import GLA, KDA, SSD, Affine, GatedDelta, Lightning
@@ -102,7 +102,6 @@ __all__ = [
     "HeadTail",
     "KernelError",
     "KeyPadding",
-    "Layer",
     "Layout",
     "LayoutError",
     "Lightning",
@@ -112,6 +111,7 @@ __all__ = [
     "ModelError",
     "PageAllocator",
     "PageError",
+    "PageLayer",
     "PagePool",
     "PerDocument",
     "Plan",

@@ -10,7 +10,7 @@ from torch._dynamo import compiled_autograd
 
 import attnspan as span
 from attnspan.errors import AttentionError, PageError, ShardError
-from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
+from attnspan.paged import PageAllocator, PageLayer, PagePool, StepPlan
 from attnspan.testing import loopback
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, of jvp
@@ -202,7 +202,7 @@ def test_moves_have_second_derivatives(move):
 
 def test_pages_refuse_transforms():
     allocator = PageAllocator(num_pages=8, page_size=4)
-    pool = PagePool(allocator, [Layer(kv_heads=1, head_dim=2)])
+    pool = PagePool(allocator, [PageLayer(kv_heads=1, head_dim=2)])
     plan = StepPlan(pool, max_sequences=1, max_tokens=8, max_length=16)
     key = torch.ones(3, 1, 2)
     plan.step([(allocator.add(), 3)])

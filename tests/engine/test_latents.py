@@ -10,7 +10,7 @@ from attnspan.engine import LatentHeads
 from attnspan.errors import ModelError, PageError
 from attnspan.integrations.huggingface import latents
 from attnspan.integrations.huggingface.transformers_model import TransformersModel
-from attnspan.paged import Layer, PageAllocator, PagePool
+from attnspan.paged import PageAllocator, PageLayer, PagePool
 from attnspan.testing import loopback
 from tests.engine.models import greedy, prompts
 from tests.integrations.families import SIZES
@@ -102,7 +102,7 @@ def test_memory_of_a_token_is_that_of_its_latent():
     of_latents, of_keys = (TransformersModel(model, latents=which).info().layers[0] for which in (True, False))
     assert (of_latents.kv_heads, of_latents.head_dim, of_latents.value_dim) == (1, 24, 16)
     assert (of_keys.kv_heads, of_keys.head_dim, of_keys.value_dim) == (4, 16, 12)
-    pool = PagePool(PageAllocator(num_pages=8, page_size=4), [Layer(1, 576, 512, values_in_keys=True)])
+    pool = PagePool(PageAllocator(num_pages=8, page_size=4), [PageLayer(1, 576, 512, values_in_keys=True)])
     assert "0.1 MiB" in repr(pool)  # 8 x 4 x 576 x 4 bytes, and no more
     key = torch.randn(3, 1, 576)
     plan = pool.plan(max_sequences=1, max_tokens=8, max_length=16).step([(pool.allocator.add(), 3)])
@@ -116,7 +116,7 @@ def test_memory_of_a_token_is_that_of_its_latent():
 @pytest.mark.parametrize("more", [{"value_dim": 9}, {"value_dim": 4, "quantised": torch.int8}], ids=str)
 def test_values_that_do_not_fit_into_keys_are_refused(more):
     with pytest.raises(PageError, match="values_in_keys needs a value_dim of at most head_dim, and no quantised, got"):
-        Layer(1, 8, values_in_keys=True, **more)
+        PageLayer(1, 8, values_in_keys=True, **more)
 
 
 def test_a_layer_that_does_more_than_its_matrix_keeps_keys_and_is_right():

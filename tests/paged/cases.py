@@ -9,7 +9,7 @@ Packed shapes: q (tokens, heads, dim); the oracle's are (1, heads, n, dim).
 import torch
 
 from attnspan.masks import Causal
-from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
+from attnspan.paged import PageAllocator, PageLayer, PagePool, StepPlan
 from tests import oracle
 
 NAN = float("nan")
@@ -20,7 +20,7 @@ class Cache:
                  window=None, device="cpu", seed=0, max_sequences=8, max_tokens=256, max_length=400,
                  host_pages=0):  # fmt: skip
         self.allocator = PageAllocator(num_pages=pages, page_size=page_size, host_pages=host_pages)
-        layer = Layer(kv_heads, dim, value_dim=value_dim, window=window, dtype=dtype)
+        layer = PageLayer(kv_heads, dim, value_dim=value_dim, window=window, dtype=dtype)
         self.pool = PagePool(self.allocator, [layer], device=device)
         self.plan = StepPlan(self.pool, max_sequences=max_sequences, max_tokens=max_tokens, max_length=max_length)
         self.heads, self.layer, self.device = heads, self.pool.layers[0], device
@@ -74,7 +74,7 @@ class Cache:
     def poison(self, new=False):
         """NaN in every slot that no sequence holds a token in; with `new`, in the slots of the coming tokens too."""
         owned = torch.zeros(self.allocator.num_pages, self.allocator.page_size, dtype=torch.bool)
-        fresh = dict(zip(self.plan._seen[0], self.plan._metadata.queries, strict=False)) if new else {}
+        fresh = dict(zip(self.plan._seen[0], self.plan._metadata.query_lens, strict=False)) if new else {}
         for seq, row in self.allocator.sequences.items():
             for position in range(row.first, row.length - fresh.get(seq, 0)):
                 if row.host is None:

@@ -5,7 +5,7 @@ import torch
 
 from attnspan.errors import AttnspanError, KernelError, MaskError, PageError, PoolExhausted, UnknownSequence
 from attnspan.masks import Causal, Documents, KeyPadding, MaskMod, Tree
-from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, StepPlan
+from attnspan.paged import AfterPrefix, PageAllocator, PageLayer, PagePool, StepPlan
 from tests.paged.cases import Cache, agree
 
 
@@ -259,17 +259,17 @@ def test_a_layer_that_looks_behind_what_was_released_is_refused():
     ("message", "make"),
     [
         ("layers must hold at least one", lambda a: PagePool(a, [])),
-        ("layers must hold at least one Layer, and nothing else", lambda a: PagePool(a, Layer(1, 8))),
-        ("page_size must be a whole number >= 1, got -1", lambda a: PagePool(a, [Layer(1, 8)], page_size=-1)),
-        ("dtype must be one of .*, got torch.int32", lambda a: PagePool(a, [Layer(1, 8)], dtype=torch.int32)),
-        ("plan must be a StepPlan, got None", lambda a: PagePool(a, [Layer(1, 8)]).write(0, None, None, None)),
-        (r"the allocator's page_size \(2\), got 1", lambda a: plan_for(PagePool(a, [Layer(1, 8)], page_size=1))),
+        ("layers must hold at least one PageLayer, and nothing else", lambda a: PagePool(a, PageLayer(1, 8))),
+        ("page_size must be a whole number >= 1, got -1", lambda a: PagePool(a, [PageLayer(1, 8)], page_size=-1)),
+        ("dtype must be one of .*, got torch.int32", lambda a: PagePool(a, [PageLayer(1, 8)], dtype=torch.int32)),
+        ("plan must be a StepPlan, got None", lambda a: PagePool(a, [PageLayer(1, 8)]).write(0, None, None, None)),
+        (r"the allocator's page_size \(2\), got 1", lambda a: plan_for(PagePool(a, [PageLayer(1, 8)], page_size=1))),
         ("must be at most 2147483647, .*, got 1, 1 and 2147483648", lambda a: plan_for(
-            PagePool(a, [Layer(1, 8)]), max_length=1 << 31)),
-        ("kv_heads must be a whole number >= 1", lambda a: Layer(0, 8)),
-        ("window must be a whole number >= 1", lambda a: Layer(1, 8, window=0)),
-        ("layer must be below the pool's 1", lambda a: PagePool(a, [Layer(1, 8)]).write(1, None, None, None)),
-        ("max_length must be a whole number", lambda a: plan_for(PagePool(a, [Layer(1, 8)]), max_length=0)),
+            PagePool(a, [PageLayer(1, 8)]), max_length=1 << 31)),
+        ("kv_heads must be a whole number >= 1", lambda a: PageLayer(0, 8)),
+        ("window must be a whole number >= 1", lambda a: PageLayer(1, 8, window=0)),
+        ("layer must be below the pool's 1", lambda a: PagePool(a, [PageLayer(1, 8)]).write(1, None, None, None)),
+        ("max_length must be a whole number", lambda a: plan_for(PagePool(a, [PageLayer(1, 8)]), max_length=0)),
         ("masks must be a mask", lambda a: AfterPrefix([])),
         ("reads its batch index", lambda a: MaskMod(lambda b, h, q, k: k <= q + b)),
     ],

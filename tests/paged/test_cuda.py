@@ -192,10 +192,10 @@ def test_ranks_on_one_device(ranks, monkeypatch):
     assert cache.pool.device.type == "cuda"
 
     def each(world):
-        from attnspan.paged import Layer, PageAllocator, PagePool, ShardedPages
+        from attnspan.paged import PageAllocator, PageLayer, PagePool, ShardedPages
 
         allocator = PageAllocator(num_pages=32, page_size=16 * world.ranks)
-        pool = PagePool(allocator, [Layer(2, 64, window=90)], page_size=16, device="cuda")
+        pool = PagePool(allocator, [PageLayer(2, 64, window=90)], page_size=16, device="cuda")
         pages = ShardedPages(pool, world, interleave=4)
         plan = pages.plan(max_sequences=2, max_tokens=300, max_length=400)
         a, b = allocator.add(), allocator.add()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnspan.paged import Layer, PageAllocator, PagePool, ShardedPages
+from attnspan.paged import PageAllocator, PageLayer, PagePool, ShardedPages
 from attnspan.paged.kernels import gather_decode
 from attnspan.testing import loopback
 from tests.paged.cases import Cache, agree
@@ -82,7 +82,7 @@ def test_keys_that_are_spread_over_ranks_are_attended_to_together(score_mod):
 
     def rank(world):
         allocator = PageAllocator(num_pages=64, page_size=4 * world.ranks)
-        pages = ShardedPages(PagePool(allocator, [Layer(2, 8, window=30)], page_size=4), world, interleave=2)
+        pages = ShardedPages(PagePool(allocator, [PageLayer(2, 8, window=30)], page_size=4), world, interleave=2)
         plan = pages.plan(max_sequences=5, max_tokens=200, max_length=100)
         rows, draw = [allocator.add() for _ in lengths], torch.Generator().manual_seed(0)
         for batch in (list(zip(rows, lengths, strict=True)), [(row, 1) for row in rows]):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attnspan.errors import KernelError, PageError
 from attnspan.masks import SlidingWindow
-from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StepPlan
+from attnspan.paged import PageAllocator, PageLayer, PagePool, PrefixCache, StepPlan
 from attnspan.paged.kernels import decode, flex
 from attnspan.paged.metadata import tensors
 from attnspan.paged.quantised import MAX_CODES, MIN_SCALE, Quantised, quantise
@@ -40,7 +40,9 @@ class Stored(Cache):
     def __init__(self, dtype, wanted=torch.float32, **options):
         self.stored = dtype
         super().__init__(dtype=wanted, **options)
-        layer = Layer(self.layer.kv_heads, self.layer.head_dim, window=self.layer.window, dtype=wanted, quantised=dtype)
+        layer = PageLayer(
+            self.layer.kv_heads, self.layer.head_dim, window=self.layer.window, dtype=wanted, quantised=dtype
+        )
         self.pool = PagePool(self.allocator, [layer], device=self.device)
         sizes = {name: getattr(self.plan, name) for name in ("max_sequences", "max_tokens", "max_length")}
         self.plan = StepPlan(self.pool, **sizes)
@@ -167,15 +169,15 @@ def test_a_prefix_hit_finds_codes_and_scales(dtype):
 
 def test_pages_take_half_the_room():
     allocator = PageAllocator(num_pages=4, page_size=16)
-    plain = PagePool(allocator, [Layer(2, 128)], dtype=torch.bfloat16)
-    stored = PagePool(allocator, [Layer(2, 128, quantised=torch.int8)], dtype=torch.bfloat16)
+    plain = PagePool(allocator, [PageLayer(2, 128)], dtype=torch.bfloat16)
+    stored = PagePool(allocator, [PageLayer(2, 128, quantised=torch.int8)], dtype=torch.bfloat16)
     sizes = [sum(x.nbytes for x in tensors(*pool.keys, *pool.values)) for pool in (plain, stored)]
     assert sizes[1] / sizes[0] == (8 + 32 / 128) / 16
 
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(PageError, match=r"quantised must be torch\.int8 or torch\.float8_e4m3fn, got torch\.int4"):
-        Layer(1, 8, quantised=torch.int4)
+        PageLayer(1, 8, quantised=torch.int4)
     cache = Stored(torch.int8, page_size=4)
     cache.step([(cache.add(), 1)])
     with pytest.raises(KernelError, match="kernel='flex' cannot attend over these pages"):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from attnspan.errors import PageError
 from attnspan.layouts import Contiguous, HeadTail, Striped
 from attnspan.masks import Full, MaskMod, SlidingWindow, Tree
-from attnspan.paged import AfterPrefix, Layer, PageAllocator, PagePool, ShardedPages, StepPlan
+from attnspan.paged import AfterPrefix, PageAllocator, PageLayer, PagePool, ShardedPages, StepPlan
 from attnspan.testing import loopback
 from attnspan.transports.counting import Counting
 from attnspan.transports.group import transport_of
@@ -60,7 +60,7 @@ def walk(write, attend, plan, allocator, options):
 
 def alone(options):
     allocator = PageAllocator(num_pages=64, page_size=4)
-    pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], dtype=torch.float64)
+    pool = PagePool(allocator, [PageLayer(KV_HEADS, DIM)], dtype=torch.float64)
     plan = StepPlan(pool, max_sequences=3, max_tokens=64, max_length=100)
     return walk(pool.write, pool.attend, plan, allocator, options)
 
@@ -68,7 +68,7 @@ def alone(options):
 def over(world, options, interleave=2, page_size=4):
     ranks = transport_of(world).ranks
     allocator = PageAllocator(num_pages=64, page_size=page_size * ranks)
-    pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], **stored_here(), page_size=page_size)
+    pool = PagePool(allocator, [PageLayer(KV_HEADS, DIM)], **stored_here(), page_size=page_size)
     for pages in (*pool.keys, *pool.values):
         pages.fill_(NAN)
     pages = ShardedPages(pool, world, interleave=interleave)
@@ -105,7 +105,7 @@ def test_a_tree_of_guesses_over_ranks():
     def guessed(world):
         ranks = world.ranks if world else 1
         allocator = PageAllocator(num_pages=20, page_size=4 * ranks)
-        pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], dtype=torch.float64, page_size=4)
+        pool = PagePool(allocator, [PageLayer(KV_HEADS, DIM)], dtype=torch.float64, page_size=4)
         pages = ShardedPages(pool, world, interleave=2) if world else pool
         sizes = {"max_sequences": 2, "max_tokens": 64, "max_length": 100}
         plan = pages.plan(**sizes) if world else StepPlan(pool, **sizes)
@@ -141,7 +141,7 @@ class Session:
 def handed_over(world, layout, batch, seq_len, pack):
     """A prompt under context parallelism, then a step of decoding; (out, lse) of the step."""
     allocator = PageAllocator(num_pages=64, page_size=4 * world.ranks)
-    pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], **stored_here(), page_size=4)
+    pool = PagePool(allocator, [PageLayer(KV_HEADS, DIM)], **stored_here(), page_size=4)
     pages = ShardedPages(pool, world, interleave=2)
     plan = pages.plan(max_sequences=4, max_tokens=64, max_length=100)
     seqs = [allocator.add() for _ in pack]
@@ -159,7 +159,7 @@ def handed_over(world, layout, batch, seq_len, pack):
 
 def never_spread(batch, seq_len, pack):
     allocator = PageAllocator(num_pages=64, page_size=4)
-    pool = PagePool(allocator, [Layer(KV_HEADS, DIM)], dtype=torch.float64)
+    pool = PagePool(allocator, [PageLayer(KV_HEADS, DIM)], dtype=torch.float64)
     plan = StepPlan(pool, max_sequences=4, max_tokens=64, max_length=100)
     seqs = [allocator.add() for _ in pack]
     for number, counts in ((3, pack), (4, [1] * len(pack))):
@@ -225,7 +225,9 @@ def test_what_does_not_fit_is_refused_on_every_rank(message, make):
 def sharded(world, size, local, interleave=1):
     allocator = PageAllocator(num_pages=4, page_size=size)
     return ShardedPages(
-        PagePool(allocator, [Layer(KV_HEADS, DIM)], page_size=local, dtype=torch.float64), world, interleave=interleave
+        PagePool(allocator, [PageLayer(KV_HEADS, DIM)], page_size=local, dtype=torch.float64),
+        world,
+        interleave=interleave,
     )
 
 

@@ -106,7 +106,7 @@ def test_nothing_moves_in_a_hundred_steps():
         cache.step([(a, 1), (b, 1)])
         cache.attend()
         plan = cache.plan
-        kept = (plan.positions, plan.slots, plan.rows, plan.lengths, plan.offsets, plan.tables, plan.metadata.ends)
+        kept = (plan.positions, plan.slots, plan.rows, plan.lengths, plan.offsets, plan.tables, plan.metadata.key_ends)
         places.add(tuple(x.data_ptr() for x in (*kept, *cache.pool.keys, *cache.pool.values)))
     assert len(places) == 1
 

@@ -23,7 +23,7 @@ def splits(rows, longest):
     """Of a step that a graph may repeat, so that only the longest allowed is known."""
     tables = torch.empty(rows, longest // 16, device="meta")
     metadata = SimpleNamespace(
-        queries=(1,) * rows, tables=tables, page_size=16, for_graphs=True, once=lambda what, work: 0
+        query_lens=(1,) * rows, tables=tables, page_size=16, for_graphs=True, once=lambda what, work: 0
     )
     metadata.spans = ()
     return decode._splits(metadata, 8 * rows, torch.device("cuda"), TUNING)
@@ -74,5 +74,5 @@ def test_rows_that_do_not_fill_the_device_are_split_as_far_as_is_worth_it():
 )
 def test_rows_of_long_prompts_are_left_to_kernels_that_gather_keys(rows, dtype, outrun):
     queries, keys = zip(*rows, strict=True)
-    metadata = SimpleNamespace(queries=queries, spans=tuple((0, seen) for seen in keys))
+    metadata = SimpleNamespace(query_lens=queries, spans=tuple((0, seen) for seen in keys))
     assert decode.dense_is_faster(metadata, torch.empty(sum(queries), 32, 128, dtype=dtype, device="meta")) is outrun

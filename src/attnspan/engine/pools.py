@@ -23,7 +23,7 @@ from attnspan.engine.kv_cache_manager import KVCacheGroup
 from attnspan.engine.model import LayerSpec, ModelInfo, StateSpec
 from attnspan.errors import EngineError
 from attnspan.masks import Causal, Chunked, Mask, SlidingWindow
-from attnspan.paged import Layer, PageAllocator, PagePool, PrefixCache, StatePool
+from attnspan.paged import PageAllocator, PageLayer, PagePool, PrefixCache, StatePool
 from attnspan.paged.quantised import MAX_CODES
 from attnspan.parallel.soft_cap import soft_cap
 
@@ -88,7 +88,7 @@ def pools_of(info: ModelInfo, config: EngineConfig, ranks: int) -> Pools:
             num_pages=(config.pages or 0) + 1, page_size=config.page_size * ranks, host_pages=config.host_pages
         )
         layers = [
-            Layer(
+            PageLayer(
                 each.kv_heads, each.head_dim, each.value_dim, each.reach, values_in_keys=each.latent,
                 quantised=_quantised(number, each, config),
             )

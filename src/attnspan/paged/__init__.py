@@ -15,10 +15,19 @@ and score_mods), quantised.py, slot_writes.py (new keys to their slots, in one k
 
 from attnspan.paged.after_prefix import AfterPrefix
 from attnspan.paged.allocator import PageAllocator
-from attnspan.paged.pool import Layer, PagePool
+from attnspan.paged.pool import PageLayer, PagePool
 from attnspan.paged.prefix import PrefixCache
 from attnspan.paged.sharded import ShardedPages
 from attnspan.paged.states import StatePool
 from attnspan.paged.step_plan import StepPlan
 
-__all__ = ["AfterPrefix", "Layer", "PageAllocator", "PagePool", "PrefixCache", "ShardedPages", "StatePool", "StepPlan"]
+__all__ = [
+    "AfterPrefix",
+    "PageAllocator",
+    "PageLayer",
+    "PagePool",
+    "PrefixCache",
+    "ShardedPages",
+    "StatePool",
+    "StepPlan",
+]

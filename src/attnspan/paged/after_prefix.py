@@ -46,28 +46,29 @@ class AfterPrefix:
                 )
         object.__setattr__(self, "masks", each)
 
-    def check_fits(self, queries: tuple[int, ...]) -> None:
+    def check_fits(self, query_lens: tuple[int, ...]) -> None:
         """Refuse another number of rows, or of new tokens, than the masks are for."""
         masks = self.masks
-        if len(masks) not in (1, len(queries)):
-            raise MaskError(f"masks must be one for all rows, or one for each of the {len(queries)}, got {len(masks)}")
-        for row, count in enumerate(queries):
+        if len(masks) not in (1, len(query_lens)):
+            rows = len(query_lens)
+            raise MaskError(f"masks must be one for all rows, or one for each of the {rows}, got {len(masks)}")
+        for row, count in enumerate(query_lens):
             known = masks[row if len(masks) > 1 else 0].natural_len
             if known is not None and count != known:
                 raise MaskError(f"the mask of row {row} is for {known} new tokens, got {count}")
 
-    def mask_mod(self, queries: tuple[int, ...], starts: Tensor) -> MaskFunction:
-        """The FlexAttention function; `starts` (rows,) are the positions of the rows' first new tokens."""
-        most, masks = max(queries, default=0) or 1, self.masks
+    def mask_mod(self, query_lens: tuple[int, ...], query_starts: Tensor) -> MaskFunction:
+        """The FlexAttention function; `query_starts` (rows,) are the positions of the rows' first new tokens."""
+        most, masks = max(query_lens, default=0) or 1, self.masks
         table = torch.zeros(len(masks), most, most, dtype=torch.bool, device="cpu")
         for row, mask in enumerate(masks):
-            count = queries[row] if len(masks) > 1 else most
+            count = query_lens[row] if len(masks) > 1 else most
             if count:
                 table[row, :count, :count] = mask.dense(count)
-        table, single = table.to(starts.device), len(masks) == 1
+        table, single = table.to(query_starts.device), len(masks) == 1
 
         def after_prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            start = starts[b]
+            start = query_starts[b]
             row = torch.zeros_like(b) if single else b
             place, seen = (q - start).clamp(0, most - 1), (k - start).clamp(0, most - 1)
             return (k < start) | table[row, place, seen]

@@ -1,7 +1,7 @@
 """The attention metadata of a step, for kernels: the pages and positions of each sequence's keys and queries.
 
-A step is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to
-``offsets[b + 1]`` and sees the local keys ``begins[b]`` to ``ends[b]``; key j is in slot ``j % page_size`` of page
+A step is a batch of B rows, each a sequence, and T packed queries. Row b has the queries ``offsets[b]`` to ``offsets[b
++ 1]`` and sees the local keys ``key_begins[b]`` to ``key_ends[b]``; key j is in slot ``j % page_size`` of page
 ``tables[b, j // page_size]``. All other slots are unowned, may hold NaN, and must not affect a result.
 
 [Note: rows of several sequences] Sequences that share pages may read them as one row (pool.py, [Note: shared
@@ -73,15 +73,15 @@ class PagedMetadata:
 
     page_size: int
     tables: Tensor  # (B, W) int32; entries past a row's pages mean nothing; there is at least one
-    begins: Tensor  # (B,) int32
-    ends: Tensor  # (B,) int32
+    key_begins: Tensor  # (B,) int32
+    key_ends: Tensor  # (B,) int32
     offsets: Tensor  # (B + 1,) int32
     rows: Tensor  # (T,) int32: which row a query is of
     positions: Tensor  # (T,) int32: where in its sequence a query is
-    queries: tuple[int, ...]  # per row, on the host
-    host_begins: tuple[int, ...]
-    host_ends: tuple[int, ...]
-    starts: tuple[int, ...]  # the position of each row's first query, on the host
+    query_lens: tuple[int, ...]  # per row, on the host
+    host_key_begins: tuple[int, ...]
+    host_key_ends: tuple[int, ...]
+    query_starts: tuple[int, ...]  # the position of each row's first query, on the host
     latest: int | None = None  # see [Note: rows of several sequences]
     spread: Spread = ONE_RANK
     merged: bool = False  # whether the result is joined with others, and should not be rounded yet
@@ -102,17 +102,17 @@ class PagedMetadata:
 
     def last(self, row: int) -> int:
         """The position of a row's last query."""
-        return self.starts[row] + self.queries[row] - 1 if self.latest is None else self.latest
+        return self.query_starts[row] + self.query_lens[row] - 1 if self.latest is None else self.latest
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """(begin, end) of each row's keys."""
-        return tuple(zip(self.host_begins, self.host_ends, strict=True))
+        return tuple(zip(self.host_key_begins, self.host_key_ends, strict=True))
 
     @property
     def tokens(self) -> int:
         """T."""
-        return sum(self.queries)
+        return sum(self.query_lens)
 
     def keys_of(self, pages: Pages, row: int, first: int, last: int) -> Tensor:
         """Keys [first, last) of a row as (last - first, Hk, D): a copy, of whole pages except for the ends."""

@@ -48,10 +48,10 @@ MAX_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class PageLayer:
     """One layer's keys and values. `window` counts a query's own position; None sees everything.
 
-    >>> Layer(kv_heads=8, head_dim=128, window=4096).value_dim
+    >>> PageLayer(kv_heads=8, head_dim=128, window=4096).value_dim
     128
 
     With `values_in_keys` a value is the first `value_dim` numbers of its key, and is not stored separately. This is for
@@ -85,7 +85,7 @@ class PagePool(PageTensors, PagedKVCache):
     """Keys and values of `layers` in the pages of an allocator.
 
     >>> allocator = PageAllocator(num_pages=8, page_size=4)
-    >>> pool = PagePool(allocator, [Layer(kv_heads=1, head_dim=2)])
+    >>> pool = PagePool(allocator, [PageLayer(kv_heads=1, head_dim=2)])
     >>> plan = StepPlan(pool, max_sequences=1, max_tokens=8, max_length=16)
     >>> k = v = torch.ones(3, 1, 2)
     >>> pool.write(0, k, v, plan.step([(allocator.add(), 3)]))
@@ -96,7 +96,7 @@ class PagePool(PageTensors, PagedKVCache):
     def __init__(
         self,
         allocator: PageAllocator,
-        layers: Sequence[Layer],
+        layers: Sequence[PageLayer],
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -104,14 +104,14 @@ class PagePool(PageTensors, PagedKVCache):
     ) -> None:
         size = allocator.page_size if page_size is None else page_size  # of one rank: see sharded.py
         self.page_size = integer("page_size", size, at_least=1, error=PageError)
-        if isinstance(layers, Layer) or not layers or not all(isinstance(layer, Layer) for layer in layers):
-            raise PageError(f"layers must hold at least one Layer, and nothing else, got {layers!r}")
+        if isinstance(layers, PageLayer) or not layers or not all(isinstance(layer, PageLayer) for layer in layers):
+            raise PageError(f"layers must hold at least one PageLayer, and nothing else, got {layers!r}")
         self.layers = tuple(replace(layer, dtype=layer.dtype or dtype) for layer in layers)
         for layer in self.layers:
             if layer.dtype not in DTYPES:
                 raise PageError(
                     f"dtype must be one of {', '.join(map(str, DTYPES))}, got {layer.dtype}; keys in 8 bits are "
-                    "Layer(..., quantised=)"
+                    "PageLayer(..., quantised=)"
                 )
         place, pages = torch.empty(0, device=device).device, allocator.num_pages
         self.keys = tuple(self._pages(layer, layer.head_dim, pages, place) for layer in self.layers)
@@ -124,7 +124,7 @@ class PagePool(PageTensors, PagedKVCache):
         super().__init__(allocator, tensors(*self.keys, *apart), place)
         self._scoring_of = lru_cache(MAX_KEPT)(partial(scoring, device=self.device))
 
-    def _pages(self, layer: Layer, dim: int, pages: int, device: torch.device) -> Pages:
+    def _pages(self, layer: PageLayer, dim: int, pages: int, device: torch.device) -> Pages:
         shape = (pages, self.page_size, layer.kv_heads, dim)
         if layer.quantised is None:
             return torch.zeros(shape, dtype=layer.dtype, device=device)
@@ -195,8 +195,8 @@ class PagePool(PageTensors, PagedKVCache):
         out = out.to(lse.dtype)
         for nth, group in enumerate(plan.shared):
             shared = plan.shared_metadata(nth)
-            first = sum(metadata.queries[: group.first])
-            some = slice(first, first + shared.queries[0])
+            first = sum(metadata.query_lens[: group.first])
+            some = slice(first, first + shared.query_lens[0])
             parts = (out[some], lse[some], *read(shared, query[some]))
             merge_into(*(x.transpose(0, 1).unsqueeze(0) for x in parts))  # (1, H, n, ...)
         return out, lse
@@ -204,8 +204,8 @@ class PagePool(PageTensors, PagedKVCache):
     def _scoring(self, mask: Mask | AfterPrefix, window: int | None, plan: StepPlan, heads: int) -> Scoring:
         """A mask as a Scoring, remembered: its tensors are sent to the device once, or once a step."""
         if isinstance(mask, AfterPrefix):
-            mask.check_fits(plan.metadata.queries)
-            mod = plan.metadata.once(mask, lambda: mask.mask_mod(plan.metadata.queries, plan.starts))
+            mask.check_fits(plan.metadata.query_lens)
+            mod = plan.metadata.once(mask, lambda: mask.mask_mod(plan.metadata.query_lens, plan.query_starts))
             return Scoring(1.0, window=window, mask_mod=mod)
         if not isinstance(mask, Mask):
             raise PageError(f"mask must be a mask such as Causal(), got {mask!r}")
@@ -216,7 +216,7 @@ class PagePool(PageTensors, PagedKVCache):
 
     # ---- refusals --------------------------------------------------------------------------------------------------
 
-    def layer(self, layer: int) -> tuple[int, Layer]:
+    def layer(self, layer: int) -> tuple[int, PageLayer]:
         """A layer's number, checked, and what it keeps."""
         index = integer("layer", layer, error=PageError)
         if index >= len(self.layers):
@@ -239,7 +239,7 @@ class PagePool(PageTensors, PagedKVCache):
             raise PageError(f"{name} must be {dtype} on {self.device}, got {given.dtype} on {given.device}")
         check_without_gradients(name, given)
 
-    def _check_query(self, query: Tensor, plan: StepPlan, spec: Layer) -> None:
+    def _check_query(self, query: Tensor, plan: StepPlan, spec: PageLayer) -> None:
         if not isinstance(query, Tensor):
             raise PageError(f"query must be a tensor (tokens, heads, dim), got {type(query)}")
         heads = query.shape[1] if query.dim() == 3 else 0

@@ -55,8 +55,8 @@ class Scoring:
 
     def visible(self, metadata: PagedMetadata, row: int) -> tuple[int, int]:
         """Bounds of the keys of a row that any of its queries may see. See [Note: bounds]."""
-        begin, end = metadata.host_begins[row], metadata.host_ends[row]
-        start = metadata.starts[row]
+        begin, end = metadata.host_key_begins[row], metadata.host_key_ends[row]
+        start = metadata.query_starts[row]
         if self.causal:
             end = min(end, metadata.spread.local_length(metadata.last(row) + 1))
         if self.window is not None:
@@ -66,7 +66,7 @@ class Scoring:
     def rows(self, metadata: PagedMetadata, done: Container[int] = ()) -> Iterator[VisibleKeys]:
         """The rows with queries that may see a key, except for those that are done."""
         first = 0
-        for row, count in enumerate(metadata.queries):
+        for row, count in enumerate(metadata.query_lens):
             begin, end = self.visible(metadata, row) if count and row not in done else (0, 0)
             if begin < end:
                 yield VisibleKeys(row, slice(first, first + count), begin, end)

@@ -33,7 +33,7 @@ from attnspan.layouts import Layout
 from attnspan.layouts.run import positions_of
 from attnspan.paged.kv_cache import AttendOptions, PagedKVCache
 from attnspan.paged.metadata import Spread
-from attnspan.paged.pool import Layer, PagePool
+from attnspan.paged.pool import PageLayer, PagePool
 from attnspan.paged.step_plan import StepPlan
 from attnspan.transports.consensus import all_gather_object, differing_ranks, digest
 from attnspan.transports.group import Group, transport_of
@@ -59,11 +59,11 @@ class KeyRoute(NamedTuple):
 class ShardedPages(PagedKVCache):
     """A pool whose pages are spread over the ranks of `mesh`: a DeviceMesh, a process group or a virtual world.
 
-    >>> from attnspan.paged import Layer, PageAllocator
+    >>> from attnspan.paged import PageLayer, PageAllocator
     >>> from attnspan.testing import loopback
     >>> def rank(world):
     ...     allocator = PageAllocator(num_pages=4, page_size=2 * 4)
-    ...     pages = ShardedPages(PagePool(allocator, [Layer(1, 2)], page_size=4), world, interleave=2)
+    ...     pages = ShardedPages(PagePool(allocator, [PageLayer(1, 2)], page_size=4), world, interleave=2)
     ...     plan = pages.plan(max_sequences=1, max_tokens=8, max_length=8)
     ...     plan.step([(allocator.add(), 5)])
     ...     pages.write(0, torch.ones(5, 1, 2), torch.ones(5, 1, 2), plan)
@@ -143,7 +143,7 @@ class ShardedPages(PagedKVCache):
         arrived = torch.cat(receives)
         self.pool.write_slots(layer, arrived[..., : spec.head_dim], arrived[..., spec.head_dim :], slots)
 
-    def _check_shards(self, spec: Layer, key: Tensor, value: Tensor, tokens: int) -> None:
+    def _check_shards(self, spec: PageLayer, key: Tensor, value: Tensor, tokens: int) -> None:
         """`tokens` are all that this rank holds, of every row."""
         for name, given, dim in (("key", key, spec.head_dim), ("value", value, spec.value_dim)):
             heads, width = given.shape[1::2] if given.dim() == 4 else (0, 0)
@@ -169,7 +169,7 @@ class ShardedPages(PagedKVCache):
                 f"the plan must hold the tokens of every row, a multiple of seq_len={cp.seq_len}, got {plan.tokens}"
             )
         metadata = plan.metadata
-        positions = positions_of((s, s + n) for s, n in zip(metadata.starts, metadata.queries, strict=True))
+        positions = positions_of((s, s + n) for s, n in zip(metadata.query_starts, metadata.query_lens, strict=True))
         owners = positions // self.spread.interleave % ranks
         batch = plan.tokens // cp.seq_len
         held = [torch.cat([_shard(cp, row, rank) + row * cp.seq_len for row in range(batch)]) for rank in range(ranks)]

@@ -134,31 +134,31 @@ class StepPlan:
         stamps = [row.stamp for row in rows]
         counts = (*growth.counts, *[1] * padding)
         lengths = growth.lengths + [0] * padding
-        starts = growth.starts + [-1] * padding
+        query_starts = growth.starts + [-1] * padding
         offsets = list(accumulate(counts, initial=0))
-        ends = lengths if spread.ranks == 1 else [spread.local_length(length) for length in lengths]
+        key_ends = lengths if spread.ranks == 1 else [spread.local_length(length) for length in lengths]
         self.shared = self._common(rows) if share else ()
-        begins = array("i", bytes(4 * n))  # zeros
+        key_begins = array("i", bytes(4 * n))  # zeros
         for group in self.shared:
             rows_of_group = slice(group.first, group.last)
-            begins[rows_of_group] = array("i", [spread.local_length(group.length)] * (group.last - group.first))
+            key_begins[rows_of_group] = array("i", [spread.local_length(group.length)] * (group.last - group.first))
         buffer.begin()
         buffer.put_tables(rows, stamps, padding)
-        slots, numbers, positions = self._located(rows, starts, lengths, counts)
-        buffer.put(slots=slots, rows=numbers, positions=positions, offsets=array("i", offsets), begins=begins)
+        slots, numbers, positions = self._located(rows, query_starts, lengths, counts)
+        buffer.put(slots=slots, rows=numbers, positions=positions, offsets=array("i", offsets), key_begins=key_begins)
         totals = array("i", lengths)
-        buffer.put(lengths=totals, ends=totals if ends is lengths else array("i", ends))
+        buffer.put(lengths=totals, key_ends=totals if key_ends is lengths else array("i", key_ends))
         for place, group in enumerate(self.shared):
-            queries = offsets[group.last] - offsets[group.first]
-            buffer.put(3 * place, shared=array("i", (0, queries, spread.local_length(group.length))))
+            query_len = offsets[group.last] - offsets[group.first]
+            buffer.put(3 * place, shared=array("i", (0, query_len, spread.local_length(group.length))))
         buffer.send(n)
         self.tokens, self.sequences, self.host_lengths = offsets[-1], len(rows), tuple(lengths)
-        released = [(row, start) for row, start in zip(rows, starts, strict=False) if row.first]
+        released = [(row, start) for row, start in zip(rows, query_starts, strict=False) if row.first]
         self.max_window = min([start - row.first + 1 for row, start in released], default=None)
         self._metadata = PagedMetadata(
-            self.pool.page_size, buffer.tables[:n], buffer.begins[:n], buffer.ends[:n], buffer.offsets[: n + 1],
+            self.pool.page_size, buffer.tables[:n], buffer.key_begins[:n], buffer.key_ends[:n], buffer.offsets[: n + 1],
             buffer.rows[: self.tokens], buffer.positions[: self.tokens], counts,
-            tuple(begins), tuple(ends), tuple(starts), spread=spread,
+            tuple(key_begins), tuple(key_ends), tuple(query_starts), spread=spread,
             merged=bool(self.shared) or spread.ranks > 1, for_graphs=for_graphs,
         )  # fmt: skip
         self._seen = growth.seqs, rows, stamps, growth.lengths
@@ -245,8 +245,8 @@ class StepPlan:
 
     def _shared_metadata(self, step: PagedMetadata, index: int) -> PagedMetadata:
         group = self.shared[index]
-        first = sum(step.queries[: group.first])
-        tokens = sum(step.queries[group.first : group.last])
+        first = sum(step.query_lens[: group.first])
+        tokens = sum(step.query_lens[group.first : group.last])
         offsets, end = self._buffer.shared(index)
         some = slice(first, first + tokens)
         rows = slice(group.first, group.last)
@@ -255,7 +255,7 @@ class StepPlan:
         return PagedMetadata(
             step.page_size, step.tables[group.first : group.first + 1], self._buffer.zero, end, offsets,
             self._buffer.zeros(tokens), step.positions[some], (tokens,), (0,), (length,),
-            (min(step.starts[rows]),), latest, self.spread, merged=True,
+            (min(step.query_starts[rows]),), latest, self.spread, merged=True,
         )  # fmt: skip
 
     @property
@@ -289,7 +289,7 @@ class StepPlan:
         return self._buffer.tables[: len(self.host_lengths)]
 
     @property
-    def starts(self) -> Tensor:
+    def query_starts(self) -> Tensor:
         """(rows,) int32: the position of each sequence's first new token."""
         offsets = self.offsets
         return self.lengths - (offsets[1:] - offsets[:-1])
@@ -297,8 +297,8 @@ class StepPlan:
     @property
     def last_tokens(self) -> Tensor:
         """(rows,) int64: the index of each sequence's last new token, whose logits are wanted."""
-        if self._metadata is not None and 0 in self._metadata.queries:
-            row = self._metadata.queries.index(0)
+        if self._metadata is not None and 0 in self._metadata.query_lens:
+            row = self._metadata.query_lens.index(0)
             raise PageError(f"last_tokens needs a new token in every row of the step, got none in row {row}")
         return self.offsets[1:].long() - 1
 
@@ -310,17 +310,28 @@ class StepPlan:
 class _StepBuffer:
     """The ints of a step, on the host and on the device, at fixed places, for n sequences and t tokens::
 
-    slots 2 t (64 bits each) | rows t | positions t | offsets n + 1 | lengths n | begins n | ends n | shared 3 n |
-    zero | tables n x width
+    slots 2 t (64 bits each) | rows t | positions t | offsets n + 1 | lengths n | key_begins n | key_ends n |
+    shared 3 n | zero | tables n x width
     """
 
     def __init__(self, n: int, t: int, width: int, device: torch.device) -> None:
-        names = ("slots", "rows", "positions", "offsets", "lengths", "begins", "ends", "shared", "zero", "tables")
+        names = (
+            "slots",
+            "rows",
+            "positions",
+            "offsets",
+            "lengths",
+            "key_begins",
+            "key_ends",
+            "shared",
+            "zero",
+            "tables",
+        )
         sizes = [2 * t, t, t, n + 1, n, n, n, 3 * n, 1, n * width]
         self.places = dict(zip(names, accumulate(sizes, initial=0), strict=False))
         self.device_ints = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         parts: tuple[Tensor, ...] = self.device_ints.split(sizes)
-        wide, self.rows, self.positions, self.offsets, self.lengths, self.begins, self.ends = parts[:7]
+        wide, self.rows, self.positions, self.offsets, self.lengths, self.key_begins, self.key_ends = parts[:7]
         self._shared, self.zero, flat = parts[7:]
         self.slots, self.tables = wide.view(torch.int64), flat.view(n, width)
         self._zeros = torch.zeros(1, dtype=torch.int32, device=device)

@@ -40,7 +40,7 @@ from transformers.cache_utils import CacheLayerMixin
 from attnspan.errors import ModelError, PageError, integer
 from attnspan.integrations.huggingface.layers import attention_layers, decoder_layers
 from attnspan.integrations.huggingface.towers import decoder_of, modules_outside
-from attnspan.paged import Layer, PageAllocator, PagePool, StepPlan
+from attnspan.paged import PageAllocator, PageLayer, PagePool, StepPlan
 
 
 class CachedRows:
@@ -91,7 +91,7 @@ class PagedCache(Cache):
         dtypes = dict.fromkeys(each.dtype for pair in handed for each in pair)
         if len(dtypes) > 1:
             raise ModelError(f"layers hand {' and '.join(map(str, dtypes))} to the cache; PagedCache holds one dtype")
-        specs = [Layer(key.shape[1], key.shape[3], value.shape[3]) for key, value in handed]
+        specs = [PageLayer(key.shape[1], key.shape[3], value.shape[3]) for key, value in handed]
         self._begin(CachedRows(PagePool(allocator, specs, dtype=next(iter(dtypes)), device=handed[0][0].device), []))
 
     def _begin(self, held: CachedRows) -> None:

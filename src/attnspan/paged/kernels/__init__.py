@@ -2,8 +2,8 @@
 
 Each is a module with a `name`, and::
 
-    supports(spec, metadata, q, keys, values) -> None | reason      reads no values
-    forward(spec, metadata, q, keys, values) -> (out, lse)          out (T, H, Dv), lse (T, H)
+    supports(scoring, metadata, q, keys, values) -> None | reason      reads no values
+    forward(scoring, metadata, q, keys, values) -> (out, lse)          out (T, H, Dv), lse (T, H)
 
 q (T, H, D); keys (P, page_size, Hk, D) and values (P, page_size, Hk, Dv) are one layer's pages, Hk dividing H. lse is
 the natural log, in float32 or wider, -inf for a query that saw no key, whose out is 0. An explicit request never falls
@@ -29,11 +29,11 @@ class PagedKernel(Protocol):
 
     name: str
 
-    def supports(self, spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
+    def supports(self, scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
         """None if the kernel computes this exactly, else the reason why it does not."""
 
     def forward(
-        self, spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages
+        self, scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
 
@@ -43,18 +43,18 @@ KERNELS: dict[str, PagedKernel] = {kernel.name: kernel for kernel in (decode, ga
 
 
 def choose_paged_kernel(
-    name: str, spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages
+    name: str, scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages
 ) -> PagedKernel:
     """The kernel of that name, or for "auto" the first that can; raises KernelError if it cannot."""
     one_of("kernel", name, ["auto", *KERNELS], error=KernelError)
     if name != "auto":
-        reason = KERNELS[name].supports(spec, metadata, q, keys, values)
+        reason = KERNELS[name].supports(scoring, metadata, q, keys, values)
         if reason is not None:
             raise KernelError(f"kernel={name!r} cannot attend over these pages: {reason}; use auto")
         return KERNELS[name]
     reasons = []
     for kernel in KERNELS.values():
-        reason = kernel.supports(spec, metadata, q, keys, values)
+        reason = kernel.supports(scoring, metadata, q, keys, values)
         if reason is None and not (kernel is decode and decode.dense_is_faster(metadata, q)):
             return kernel
         reasons.append(reason or "")

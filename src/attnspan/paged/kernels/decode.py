@@ -89,14 +89,14 @@ class DecodeTuning(NamedTuple):
     waves: int = 8
 
 
-def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
+def supports(scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
     """Causal and windowed attention in float32 or half precision, on CUDA."""
     if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"decode runs on cuda, got tensors on {q.device.type}"
     if not has_triton():
         return "decode needs triton, which is not installed"
-    if spec.program:
-        return f"decode knows causal masks and windows, and runs no {spec.program}"
+    if scoring.program:
+        return f"decode knows causal masks and windows, and runs no {scoring.program}"
     if q.dtype not in DTYPES:
         return f"decode needs bfloat16, float16 or float32, got {q.dtype}"
     if isinstance(keys, Quantised) and keys.dtype == torch.float8_e4m3fn and _capability(q.device) < (8, 9):
@@ -110,25 +110,25 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
 
 def dense_is_faster(metadata: PagedMetadata, q: Tensor) -> bool:
     """Whether `auto` leaves this step to kernels that want keys side by side: on average, rows are long prompts."""
-    rows = len(metadata.queries)
+    rows = len(metadata.query_lens)
     if q.shape[0] <= FEW_TOKENS * rows:
         return False
     keys = [end - begin for begin, end in metadata.spans]
-    pairs = sum(n * seen for n, seen in zip(metadata.queries, keys, strict=True))
+    pairs = sum(n * seen for n, seen in zip(metadata.query_lens, keys, strict=True))
     return pairs * q.shape[1] * q.shape[2] > rows * DENSE[q.element_size()]
 
 
 def forward(
-    spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None = None
+    scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype, or float32 where it is merged, and lse (T, H) in float32."""
     tokens, heads, _ = q.shape
     dtype = torch.float32 if metadata.merged else q.dtype
     out, lse = q.new_empty(tokens, heads, values.shape[3], dtype=dtype), q.new_empty(tokens, heads, dtype=torch.float32)
     if tokens:
-        call = _call_of(spec, metadata, q, keys, values, tuning)
+        call = _call_of(scoring, metadata, q, keys, values, tuning)
         with _device_guard(q.device):
-            if call.per_tile >= call.most and len(metadata.queries) <= SHARED_ROWS[-1]:
+            if call.per_tile >= call.most and len(metadata.query_lens) <= SHARED_ROWS[-1]:
                 _attend_shares(call, out, lse)
             else:
                 _attend_splits(call, out, lse)
@@ -155,10 +155,10 @@ class DecodeCall(NamedTuple):
 
 
 def _call_of(
-    spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None
+    scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages, tuning: DecodeTuning | None
 ) -> DecodeCall:
     group, dim, value_dim = q.shape[1] // keys.shape[2], q.shape[2], values.shape[3]
-    most = metadata.once("most", lambda: max(metadata.queries))
+    most = metadata.once("most", lambda: max(metadata.query_lens))
     rows = min(MAX_ROWS, max(16, next_power_of_2(group * most)))
     stored, words = isinstance(keys, Quantised), _words(q, keys, values)
     tuning = tuning or _tuning(q, value_dim, rows if words else 0)
@@ -170,17 +170,17 @@ def _call_of(
         "size": metadata.page_size, "group": group, "dim": dim, "value_dim": value_dim,
         "block_d": max(16, next_power_of_2(dim)), "block_v": max(16, next_power_of_2(value_dim)), "block_m": rows,
         "block_n": tuning.block, "fewest": MIN_KEYS // tuning.block,
-        "causal": spec.causal, "windowed": spec.window is not None, "ranks": spread.ranks,
+        "causal": scoring.causal, "windowed": scoring.window is not None, "ranks": spread.ranks,
         "stored": stored, "words": words,
         "pdl": q.is_cuda and torch.version.cuda is not None and _capability(q.device) >= (9, 0),
         "num_warps": tuning.warps, "num_stages": tuning.stages,
     }  # fmt: skip
     return DecodeCall(
         metadata,
-        (q, keys, values, key_scales, value_scales, metadata.tables, metadata.begins, metadata.ends, metadata.offsets,
-         metadata.positions, spec.scale * 1.4426950408889634, metadata.tables.stride(0)),
+        (q, keys, values, key_scales, value_scales, metadata.tables, metadata.key_begins, metadata.key_ends,
+         metadata.offsets, metadata.positions, scoring.scale * 1.4426950408889634, metadata.tables.stride(0)),
         (q.stride(0), q.stride(1), *keys.stride()[:3], *values.stride()[:3], *key_scales.stride()[:3]),
-        (spec.window or 0, spread.interleave, spread.rank),
+        (scoring.window or 0, spread.interleave, spread.rank),
         constants, tuning, keys.shape[2], most, rows // group,
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def _call_of(
 def _attend_shares(call: DecodeCall, out: Tensor, lse: Tensor) -> None:
     """All rows' keys, dealt in equal shares. See [Note: shares] in decode_programs.py."""
     kernels, metadata = programs(), call.metadata
-    (tokens, heads, value_dim), rows = out.shape, len(metadata.queries)
+    (tokens, heads, value_dim), rows = out.shape, len(metadata.query_lens)
     shares = _shares(call.key_heads, out.device, call.tuning)
     places = (shares + rows) * call.most
     part_out, part_lse = (lse.new_empty(places, heads, *dims) for dims in ((value_dim,), ()))
@@ -212,11 +212,11 @@ def _attend_splits(call: DecodeCall, out: Tensor, lse: Tensor) -> None:
     kernels, metadata = programs(), call.metadata
     tokens, heads, value_dim = out.shape
     tiles = -(-call.most // call.per_tile)
-    splits = _splits(metadata, call.key_heads * len(metadata.queries) * tiles, out.device, call.tuning)
+    splits = _splits(metadata, call.key_heads * len(metadata.query_lens) * tiles, out.device, call.tuning)
     part_out, part_lse = out, lse
     if splits > 1:
         part_out, part_lse = (lse.new_empty(splits, *x.shape) for x in (out, lse))
-    kernels.attend_split[call.key_heads, splits, len(metadata.queries) * tiles](
+    kernels.attend_split[call.key_heads, splits, len(metadata.query_lens) * tiles](
         part_out, part_lse, *call.tensors, *call.strides, tokens, heads, tiles, splits, *call.numbers,
         per_tile=call.per_tile, **call.constants,
     )  # fmt: skip
@@ -271,13 +271,13 @@ def _shares(key_heads: int, device: torch.device, tuning: DecodeTuning) -> int:
 def _splits(metadata: PagedMetadata, programs: int, device: torch.device, tuning: DecodeTuning) -> int:
     """The most whole waves whose parts are long enough. See [Note: waves] and [Note: capture]."""
     if device.type != "cuda":
-        return min(3, max(1, max(metadata.host_ends) // 8))  # the interpreter: enough to have some
+        return min(3, max(1, max(metadata.host_key_ends) // 8))  # the interpreter: enough to have some
     longest = metadata.once("longest", lambda: max(end - begin for begin, end in metadata.spans))
     if metadata.for_graphs or torch.cuda.is_current_stream_capturing():
         longest = metadata.tables.shape[1] * metadata.page_size
     most = min(-(-longest // MIN_KEYS), MAX_SPLITS)
     wave = _multiprocessors(device) * tuning.resident
-    whole = [wave * waves // programs for waves in range(1, 1 + (tuning.waves if len(metadata.queries) > 1 else 1))]
+    whole = [wave * waves // programs for waves in range(1, 1 + (tuning.waves if len(metadata.query_lens) > 1 else 1))]
     return max(1, max((splits for splits in whole if splits <= most), default=most))
 
 

@@ -55,7 +55,7 @@ _NUMBERS = itertools.count()
 _ONE_AT_A_TIME = RLock()  # compiling is not for two threads at once, and virtual ranks are threads
 
 
-def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
+def supports(scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> str | None:
     """Everything on one rank, for pages that can be blocks."""
     if q.device.type != "cuda":
         return f"flex runs on cuda, got tensors on {q.device.type}"
@@ -77,18 +77,24 @@ def supports(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, val
     return None
 
 
-def forward(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
+def forward(scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> tuple[Tensor, Tensor]:
     """out (T, H, Dv) in q's dtype and lse (T, H) in float32."""
     assert isinstance(keys, Tensor), "others are refused"
     assert isinstance(values, Tensor), "others are refused"
     out = q.new_zeros(*q.shape[:2], values.shape[3])
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
     _clean_tails(metadata, keys, values)
-    for count in sorted(set(metadata.queries) - {0}):
+    for count in sorted(set(metadata.query_lens) - {0}):
         rows = metadata.once(("rows", count), functools.partial(_rows, metadata, count))
-        alike = ("lists", count, spec.causal, spec.window, spec.mask_mod is None)  # the same for every such layer
-        lists = metadata.once(alike, functools.partial(_lists, spec, metadata, rows))
-        found, found_lse = _call(spec, metadata, rows, lists, q[rows.tokens], keys, values)
+        alike = (
+            "lists",
+            count,
+            scoring.causal,
+            scoring.window,
+            scoring.mask_mod is None,
+        )  # the same for every such layer
+        lists = metadata.once(alike, functools.partial(_lists, scoring, metadata, rows))
+        found, found_lse = _call(scoring, metadata, rows, lists, q[rows.tokens], keys, values)
         out[rows.tokens], lse[rows.tokens] = found.transpose(1, 2), found_lse.transpose(1, 2)
     return out, lse
 
@@ -110,25 +116,27 @@ class PageLists(NamedTuple):
 
 
 def _rows(metadata: PagedMetadata, count: int) -> Rows:
-    numbers = [row for row, queries in enumerate(metadata.queries) if queries == count]
+    numbers = [row for row, queries in enumerate(metadata.query_lens) if queries == count]
     chosen = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(metadata.tables.device, non_blocking=True)
     first = metadata.offsets.index_select(0, chosen).long()
     return Rows(chosen, first.unsqueeze(1) + torch.arange(count, device=first.device))
 
 
-def _lists(spec: Scoring, metadata: PagedMetadata, rows: Rows) -> PageLists:
+def _lists(scoring: Scoring, metadata: PagedMetadata, rows: Rows) -> PageLists:
     """The block lists of some rows."""
     size = metadata.page_size
-    tables, begin, end = (x.index_select(0, rows.numbers) for x in (metadata.tables, metadata.begins, metadata.ends))
+    tables, begin, end = (
+        x.index_select(0, rows.numbers) for x in (metadata.tables, metadata.key_begins, metadata.key_ends)
+    )
     at = metadata.positions[rows.tokens]
     first, last = at.amin(1), at.amax(1)  # rows of several sequences have them in any order
     low, high = begin // size, (end + size - 1) // size
     whole = end // size  # pages up to here hold nothing but keys of the row
-    if spec.causal:
+    if scoring.causal:
         high, whole = torch.minimum(high, last // size + 1), torch.minimum(whole, (first + 1) // size)
-    if spec.window is not None:
-        low = torch.maximum(low, (first - spec.window + 1).clamp(min=0) // size)
-    if spec.window is not None or spec.mask_mod is not None:
+    if scoring.window is not None:
+        low = torch.maximum(low, (first - scoring.window + 1).clamp(min=0) // size)
+    if scoring.window is not None or scoring.mask_mod is not None:
         whole = low
     whole = torch.maximum(whole, low)
     column = torch.arange(tables.shape[1], device=tables.device)
@@ -143,7 +151,7 @@ def _index_of_pages(metadata: PagedMetadata, pages: int) -> Tensor:
     """page -> its index in the sequences that have it, (pages,) int32. What is beyond a row's pages goes to page 0."""
     tables = metadata.tables
     column = torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device).expand_as(tables)
-    has = column * metadata.page_size < metadata.ends.unsqueeze(1)
+    has = column * metadata.page_size < metadata.key_ends.unsqueeze(1)
     index = torch.empty(pages, dtype=torch.int32, device=tables.device)
     index.index_put_((torch.where(has, tables, 0).long(),), column)
     return index
@@ -154,7 +162,7 @@ def _clean_tails(metadata: PagedMetadata, keys: Tensor, values: Tensor) -> None:
     size = metadata.page_size
 
     def tails() -> Tensor:
-        ends = metadata.ends
+        ends = metadata.key_ends
         page = metadata.tables.gather(1, ((ends - 1).clamp(min=0) // size).long().unsqueeze(1))
         slot = torch.arange(size, device=ends.device)
         new = metadata.offsets[1:] > metadata.offsets[:-1]
@@ -167,36 +175,38 @@ def _clean_tails(metadata: PagedMetadata, keys: Tensor, values: Tensor) -> None:
 
 
 def _call(
-    spec: Scoring, metadata: PagedMetadata, rows: Rows, lists: PageLists, q: Tensor, keys: Tensor, values: Tensor
+    scoring: Scoring, metadata: PagedMetadata, rows: Rows, lists: PageLists, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import BlockMask
 
     g, n = rows.tokens.shape
     blocks = -(-n // QUERY_BLOCK)
     index = metadata.once("index", lambda: _index_of_pages(metadata, keys.shape[0]))
-    at, ends = metadata.positions[rows.tokens], metadata.ends.index_select(0, rows.numbers)
+    at, ends = metadata.positions[rows.tokens], metadata.key_ends.index_select(0, rows.numbers)
     block_mask = BlockMask.from_kv_blocks(
         lists.partial.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
         lists.partial_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
         lists.full.view(g, 1, 1).expand(g, 1, blocks).contiguous(),
         lists.full_pages.view(g, 1, 1, -1).expand(g, 1, blocks, -1).contiguous(),
         (QUERY_BLOCK, metadata.page_size),
-        _mask_mod(spec, index, at, ends, rows.numbers, metadata.page_size),
+        _mask_mod(scoring, index, at, ends, rows.numbers, metadata.page_size),
         seq_lengths=(n, keys.shape[0] * metadata.page_size),
         compute_q_blocks=False,
     )
-    score_mod = _score_mod(spec, index, at, rows.numbers, metadata.page_size) if spec.score_mod is not None else None
+    score_mod = (
+        _score_mod(scoring, index, at, rows.numbers, metadata.page_size) if scoring.score_mod is not None else None
+    )
     key_axis, value_axis = (pages.flatten(0, 1).transpose(0, 1).unsqueeze(0) for pages in (keys, values))
-    programs = (_code(spec.mask_mod), _code(spec.score_mod), spec.causal, spec.window)
+    programs = (_code(scoring.mask_mod), _code(scoring.score_mod), scoring.causal, scoring.window)
     with _ONE_AT_A_TIME, torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        return _compiled(programs)(q.transpose(1, 2), key_axis, value_axis, score_mod, block_mask, spec.scale)
+        return _compiled(programs)(q.transpose(1, 2), key_axis, value_axis, score_mod, block_mask, scoring.scale)
 
 
 def _mask_mod(
-    spec: Scoring, index: Tensor, at: Tensor, ends: Tensor, numbers: Tensor, size: int
+    scoring: Scoring, index: Tensor, at: Tensor, ends: Tensor, numbers: Tensor, size: int
 ) -> Callable[..., Tensor]:
     """The mask, as a function of places on the long axis."""
-    causal, window, ask = spec.causal, spec.window, spec.mask_mod
+    causal, window, ask = scoring.causal, scoring.window, scoring.mask_mod
 
     def over_pages(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         position, query = index[kv_idx // size] * size + kv_idx % size, at[b, q_idx]
@@ -212,8 +222,8 @@ def _mask_mod(
     return over_pages
 
 
-def _score_mod(spec: Scoring, index: Tensor, at: Tensor, numbers: Tensor, size: int) -> Callable[..., Tensor]:
-    ask = spec.score_mod
+def _score_mod(scoring: Scoring, index: Tensor, at: Tensor, numbers: Tensor, size: int) -> Callable[..., Tensor]:
+    ask = scoring.score_mod
     assert ask is not None, "asked for"
 
     def over_pages(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

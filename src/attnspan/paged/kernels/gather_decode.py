@@ -38,29 +38,29 @@ class DecodeGroup(NamedTuple):
     first: Tensor  # (n, 1): the first copied key of each row, by its place in the row
 
 
-def groups(spec: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> list[DecodeGroup]:
+def groups(scoring: Scoring, metadata: PagedMetadata, q: Tensor, keys: Pages, values: Pages) -> list[DecodeGroup]:
     """The rows that share calls; none where that does not pay, or the kernel does not know how."""
-    if not isinstance(keys, Tensor) or spec.mask_mod is not None or not metadata.in_order:
+    if not isinstance(keys, Tensor) or scoring.mask_mod is not None or not metadata.in_order:
         return []
     if q.device.type != "cpu" or q.shape[2] != values.shape[3]:
         return []
     page_bytes = 2 * keys[0].numel() * keys.element_size()
     wide = lse_dtype(q.dtype)
-    what = ("decode groups", spec.causal, spec.window, page_bytes, wide)
-    return metadata.once(what, lambda: _grouped(spec, metadata, page_bytes, wide))
+    what = ("decode groups", scoring.causal, scoring.window, page_bytes, wide)
+    return metadata.once(what, lambda: _grouped(scoring, metadata, page_bytes, wide))
 
 
-def _grouped(spec: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torch.dtype) -> list[DecodeGroup]:
+def _grouped(scoring: Scoring, metadata: PagedMetadata, page_bytes: int, wide: torch.dtype) -> list[DecodeGroup]:
     """See [Note: alike in length]."""
     size, spread, bounds = metadata.page_size, metadata.spread, dict[int, tuple[int, int]]()
-    for row, count in enumerate(metadata.queries):
+    for row, count in enumerate(metadata.query_lens):
         if count == 1:
-            begin, end, at = metadata.host_begins[row], metadata.host_ends[row], metadata.starts[row]
-            if spec.causal and spread.ranks == 1:  # what `visible` says, for nearly every row there is
+            begin, end, at = metadata.host_key_begins[row], metadata.host_key_ends[row], metadata.query_starts[row]
+            if scoring.causal and spread.ranks == 1:  # what `visible` says, for nearly every row there is
                 end = min(end, at + 1)
-                begin = begin if spec.window is None else max(begin, at - spec.window + 1)
+                begin = begin if scoring.window is None else max(begin, at - scoring.window + 1)
             else:
-                begin, end = spec.visible(metadata, row)
+                begin, end = scoring.visible(metadata, row)
             if end > begin:
                 bounds[row] = (begin, end)
     pages = {row: -(-end // size) - begin // size for row, (begin, end) in bounds.items()}
@@ -95,17 +95,17 @@ def _group(
 
 
 def attend(
-    spec: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, keys: Tensor, values: Tensor
+    scoring: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """out (n, H, D) and lse (n, H) of a group's rows, in float32 or wider."""
     wide = lse_dtype(q.dtype)
     n, kv_heads = len(group.rows), keys.shape[2]
     k, v = (_copied(pages, group, n).to(wide).transpose(1, 2) for pages in (keys, values))  # (n, Hk, L, D)
     mine = q.index_select(0, group.queries).to(wide).view(n, kv_heads, -1, q.shape[2])  # (n, Hk, G, D)
-    if spec.score_mod is not None:
-        out, lse = _by_pairs(spec, group, metadata, mine, k, v)
+    if scoring.score_mod is not None:
+        out, lse = _by_pairs(scoring, group, metadata, mine, k, v)
     else:
-        out, lse = CPU_FLASH(mine, k, v, 0.0, False, attn_mask=group.mask[:, None, None], scale=spec.scale)
+        out, lse = CPU_FLASH(mine, k, v, 0.0, False, attn_mask=group.mask[:, None, None], scale=scoring.scale)
     return out.reshape(n, -1, out.shape[3]), lse.reshape(n, -1)
 
 
@@ -118,16 +118,16 @@ def _copied(pages: Tensor, group: DecodeGroup, n: int) -> Tensor:
 
 
 def _by_pairs(
-    spec: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, k: Tensor, v: Tensor
+    scoring: Scoring, group: DecodeGroup, metadata: PagedMetadata, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The formulas, with scores as the score_mod changes them."""
-    scores = (q @ k.mT * spec.scale).flatten(1, 2)  # (n, H, L)
+    scores = (q @ k.mT * scoring.scale).flatten(1, 2)  # (n, H, L)
     at = metadata.positions.index_select(0, group.queries)
     key_at = metadata.spread.position(group.first + torch.arange(k.shape[2], device="cpu"))
-    assert spec.score_mod is not None, "asked for one"
+    assert scoring.score_mod is not None, "asked for one"
     levels = ((0, None, None, None, 0), (0, None, 0, None, None), (0, 0, None, 0, 0))
     heads = torch.arange(scores.shape[1], device="cpu")
-    scores = mapped(spec.score_mod, levels, scores, torch.tensor(group.rows, device="cpu"), heads, at, key_at)
+    scores = mapped(scoring.score_mod, levels, scores, torch.tensor(group.rows, device="cpu"), heads, at, key_at)
     scores = scores.masked_fill(group.hidden[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0)  # a row whose scores are all -inf saw nothing
