@@ -1,8 +1,8 @@
 """Prompts with images or sounds: embedded once, and fed to the decoder in steps like any other tokens.
 
-The model is called with a processor's output for one prompt, and the call is ended where it calls its decoder; the
-decoder's arguments are captured (`captured`): merged embeddings, positions, features per token. Steps then call the
-model on tokens as usual, and a hook before the decoder inserts the rows of such prompts (`Merging`)::
+The model is called with a processor's output for one prompt, and the call is ended where it calls its decoder, for the
+decoder's arguments (`decoder_arguments`): merged embeddings, positions, features per token. Steps then call the model
+on tokens as usual, and a hook before the decoder inserts the rows of such prompts (`EmbeddingInsert`)::
 
     model(input_ids=tokens)             embeds tokens, knows of no image
         decoder(inputs_embeds, ...)     rows of prompts replaced: embeddings, positions, DeepStack features
@@ -50,7 +50,7 @@ BEYOND = 1 << 63
 """No token has this bit; every digest does."""
 
 
-class _Captured(Exception):
+class _DecoderCalled(Exception):
     """Ends a call where the decoder begins."""
 
     def __init__(self, given: dict[str, object]) -> None:
@@ -71,8 +71,8 @@ class PromptContent:
 
 
 @dataclass(frozen=True)
-class Merging:
-    """What the decoder hook does in the call under way: end it, or put rows into a step."""
+class EmbeddingInsert:
+    """What the decoder hook does in the call under way: end it, or insert the rows of prompts into a step."""
 
     names: list[str]  # of the decoder's arguments
     batch: PackedBatch | None = None
@@ -80,40 +80,42 @@ class Merging:
     def __call__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[()], dict[str, object]]:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if self.batch is None:
-            raise _Captured(given)
-        return (), merged(given, self.batch)
+            raise _DecoderCalled(given)
+        return (), insert_rows(given, self.batch)
 
 
-_MERGING: ContextVar[Merging | None] = ContextVar("what is put into the call of a decoder", default=None)
+_INSERT: ContextVar[EmbeddingInsert | None] = ContextVar("what is inserted into the call of a decoder", default=None)
 
 
 def before_decoder(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[()], dict[str, object]] | None:
     """The hook: nothing, unless an engine is calling the model."""
-    merging = _MERGING.get()
-    return None if merging is None else merging(args, kwargs)
+    insert = _INSERT.get()
+    return None if insert is None else insert(args, kwargs)
 
 
-def call_with_merging(merging: Merging, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of a function that calls a model, whose decoder is given what `merging` says."""
+def call_with_insert(insert: EmbeddingInsert, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of a function that calls a model, whose decoder is given what `insert` says."""
     context = copy_context()
-    context.run(_MERGING.set, merging)
+    context.run(_INSERT.set, insert)
     return context.run(function, *args, **kwargs)
 
 
-def capturing() -> bool:
+def stops_at_decoder() -> bool:
     """Whether the call under way ends at the decoder. Only then does a model get the masks that it asks for."""
-    merging = _MERGING.get()
-    return merging is not None and merging.batch is None
+    insert = _INSERT.get()
+    return insert is not None and insert.batch is None
 
 
-def captured(model: nn.Module, decoder: nn.Module, names: list[str], given: Mapping[str, object]) -> dict[str, object]:
+def decoder_arguments(
+    model: nn.Module, decoder: nn.Module, names: list[str], given: Mapping[str, object]
+) -> dict[str, object]:
     """What a decoder is called with when its model is called; the model is as before."""
     with _unwritten(model, decoder), torch.no_grad():
         try:
-            call_with_merging(Merging(names), model, **given)
-        except _Captured as call:
+            call_with_insert(EmbeddingInsert(names), model, **given)
+        except _DecoderCalled as call:
             return {name: value for name, value in call.given.items() if value is not None}
     raise EngineError(f"{type(model).__name__} did not call its decoder, {type(decoder).__name__}")
 
@@ -276,7 +278,7 @@ def _hash(*parts: bytes) -> int:
 
 
 def _digest(token: int, content: PromptContent, row: int) -> int:
-    """See [Note: keys of a prompt]."""
+    """See [Note: content ids]."""
     positions = [] if content.positions is None else content.positions[:, row].tolist()
     rows = [content.embeds[row]]
     for name, where in FEATURES.items():
@@ -291,7 +293,7 @@ def _digest(token: int, content: PromptContent, row: int) -> int:
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-def merged(given: dict[str, object], batch: PackedBatch) -> dict[str, object]:
+def insert_rows(given: dict[str, object], batch: PackedBatch) -> dict[str, object]:
     """What a decoder is given in a step, with the rows of prompts put in."""
     embeds, total = tensor_in(given, "inputs_embeds").clone(), len(batch.tokens)
     plain = batch.positions.unsqueeze(0)

@@ -80,7 +80,7 @@ class EncoderDecoderModel(TransformersModel):
             run_call(_call_of(Encoding(self._encoder)), call_at_positions, torch.zeros_like(start), call)
         return keys
 
-    def _logits(self, batch: PackedBatch) -> Tensor:
+    def _call_model(self, batch: PackedBatch) -> Tensor:
         out = self.model(
             encoder_outputs=(self._no_keys.new_zeros(1, 1, 1),),
             decoder_input_ids=batch.tokens.unsqueeze(0),
@@ -96,7 +96,7 @@ class EncoderDecoderModel(TransformersModel):
             table.copy_(distance_table(getattr(module, COMPUTED), reach, table.device))
         with attention_over_pages(self.model, self):
             model_call, positions = _call_of(Decoding(attention, batch.encoded)), batch.positions.unsqueeze(0)
-            return run_call(model_call, call_at_positions, positions, self._logits, batch)
+            return run_call(model_call, call_at_positions, positions, self._call_model, batch)
 
     def check_adapter(self, name: str) -> None:
         """Refused: the encoder computed a prompt with the adapters that are set."""

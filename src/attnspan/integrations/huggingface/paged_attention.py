@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnspan.engine.model import StepAttention
 from attnspan.errors import EngineError, ModelError
-from attnspan.integrations.huggingface.embedding import capturing
+from attnspan.integrations.huggingface.embedding import stops_at_decoder
 from attnspan.integrations.huggingface.inline_attention import CURRENT_ATTENTION
 from attnspan.integrations.huggingface.latents import LatentSource, latents_in
 from attnspan.integrations.huggingface.lora import AdapterRows
@@ -29,7 +29,7 @@ from attnspan.recurrence import Rule
 
 NAME = "attnspan_paged"
 
-NAME_MERGING = "attnspan_paged_merging"
+NAME_WITH_TOWERS = "attnspan_paged_towers"
 """The same of a model with towers, whose masks are asked for too; its towers keep their own attention."""
 
 P = ParamSpec("P")
@@ -190,11 +190,11 @@ def called_while_served(module: nn.Module) -> EngineError:
 
 def pattern_of_prompt(*sizes: Any, **request: Any) -> Pattern | None:
     """The mask function of prompts that are embedded; in a step, where all is known, there is none."""
-    return requested_pattern(*sizes, **request) if capturing() else None
+    return requested_pattern(*sizes, **request) if stops_at_decoder() else None
 
 
 def register_paged_attention() -> None:
     """Make the names known to transformers."""
     AttentionInterface.register(NAME, paged_attention)
-    AttentionInterface.register(NAME_MERGING, paged_attention)
-    AttentionMaskInterface.register(NAME_MERGING, pattern_of_prompt)
+    AttentionInterface.register(NAME_WITH_TOWERS, paged_attention)
+    AttentionMaskInterface.register(NAME_WITH_TOWERS, pattern_of_prompt)

@@ -4,8 +4,9 @@
 its attention, the last one restores it. The name is written directly to the configs that layers read it from:
 `set_attn_implementation`, which visits every module, would take a tenth of a small model's step.
 
-[Note: interrupts] Engines are kept in a set by identity, not counted: one whose exit was interrupted leaves after its
-next step. Locks are acquired and released within one line (engine/call_lock.py, [Note: one line]).
+[Note: interrupts] Engines (and probes, which act as one) are kept in a set by identity, not counted: one whose exit was
+interrupted leaves after its next step. Locks are acquired and released within one line (engine/call_lock.py, [Note: one
+line]).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from attnspan.integrations.huggingface.attention import configs_of
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import forward_by_rows
-from attnspan.integrations.huggingface.paged_attention import NAME, NAME_MERGING, adapter_rows, mixer_tokens
+from attnspan.integrations.huggingface.paged_attention import NAME, NAME_WITH_TOWERS, adapter_rows, mixer_tokens
 from attnspan.integrations.huggingface.served_layers import ServedLayers
 from attnspan.integrations.huggingface.towers import decoder_of
 
@@ -68,10 +69,10 @@ class ServingBinding:
         decoder = decoder_of(model)
         self.config = model.config  # a model that has another one by now gets another binding
         self.configs = configs_of(decoder)  # one, for nearly every model
-        self.name = NAME if decoder is model else NAME_MERGING  # of the attention while it is served
+        self.name = NAME if decoder is model else NAME_WITH_TOWERS  # of the attention while it is served
         self.plain = {id(config) for config in self.configs if _is_plain(config)}
         self.names: list[str] | None = None  # by config: its own attention, to be restored; None while not served
-        self.owners: set[int] = set()  # engines in a step, by id
+        self.engines: set[int] = set()  # engines in a step, by id
         self.latents: dict[nn.Module, LatentSource] = {}
         self.described: list[str] = []
         self.probed = ProbeResult([], [])
@@ -80,27 +81,27 @@ class ServingBinding:
         self.fused: list[tuple[dict[str, object], str, ServingMethod]] = []  # likewise; a model's own take precedence
         self.lock = Lock()
 
-    def begin(self, name: str, owner: int) -> None:
-        """An owner's step begins; the first owner sets the attributes. An owner whose `end` was interrupted may begin
-        again."""
-        if not self.owners:
+    def begin(self, name: str, engine: int) -> None:
+        """The step of an engine begins, by its id; the first sets the attributes. One whose `end` was interrupted may
+        begin again."""
+        if not self.engines:
             if self.names is None:
                 self.names = [self.attention_of(config) for config in self.configs]
             for config in self.configs:
                 self.set_attention(config, name)
         for source in self.latents.values():
             source.bind()
-        if not self.owners:
+        if not self.engines:
             for held, attribute, method in self.replacements:
                 held[attribute] = method
             for held, attribute, method in self.fused:
                 held.setdefault(attribute, method)  # a model may have set one of its own while it ran
-        self.owners.add(owner)
+        self.engines.add(engine)
 
-    def end(self, owner: int) -> None:
-        """An owner's step ends; the last owner restores the attributes."""
-        self.owners.discard(owner)
-        if not self.owners and self.names is not None:
+    def end(self, engine: int) -> None:
+        """The step of an engine ends; the last one restores the attributes."""
+        self.engines.discard(engine)
+        if not self.engines and self.names is not None:
             for config, name in zip(self.configs, self.names, strict=True):
                 self.set_attention(config, name)
             for source in self.latents.values():
@@ -155,7 +156,7 @@ class ServingBinding:
             self.replaced = replaced
 
     def check_idle(self) -> None:
-        if self.owners:
+        if self.engines:
             raise EngineError("model has changed, and another engine is in the middle of a step with it")
 
 
@@ -176,20 +177,20 @@ def _binding_of(model: PreTrainedModel) -> ServingBinding:
 
 def _find_binding(model: PreTrainedModel) -> ServingBinding:
     found = _BINDINGS.get(model)
-    if found is None or (found.config is not model.config and not found.owners):
+    if found is None or (found.config is not model.config and not found.engines):
         found = _BINDINGS[model] = ServingBinding(model)
     return found
 
 
 @contextmanager
-def attention_over_pages(model: PreTrainedModel, owner: object = None) -> Iterator[None]:
-    """Inside, the model's attention is `paged_attention`, for one owner at least. See [Note: several engines]."""
+def attention_over_pages(model: PreTrainedModel, engine: object = None) -> Iterator[None]:
+    """Inside, the model's attention is `paged_attention`, for one engine at least. See [Note: several engines]."""
     binding = _binding_of(model)
     try:
-        with binding.lock: binding.begin(binding.name, id(owner))  # fmt: skip  # noqa: E701
+        with binding.lock: binding.begin(binding.name, id(engine))  # fmt: skip  # noqa: E701
         yield
     finally:
-        with binding.lock: binding.end(id(owner))  # fmt: skip  # noqa: E701
+        with binding.lock: binding.end(id(engine))  # fmt: skip  # noqa: E701
 
 
 def serve_latents(model: PreTrainedModel, sources: Iterable[LatentSource]) -> None:

@@ -18,10 +18,10 @@ from attnspan.engine.model import EmbeddedPrompt, LayerSpec, ModelInfo, PackedBa
 from attnspan.errors import EngineError, ModelError
 from attnspan.integrations.huggingface.adapters import adapters_in_use
 from attnspan.integrations.huggingface.embedding import (
-    Merging,
+    EmbeddingInsert,
     before_decoder,
-    call_with_merging,
-    captured,
+    call_with_insert,
+    decoder_arguments,
     embedded,
     one_prompt,
     tensor_in,
@@ -72,7 +72,7 @@ class TransformersModel:
         self._calls, self._all_logits = probed.calls, probed.all_logits
         self._update_layers(layers.attention)
         self._mixers = tuple(mixer for mixer, _ in probed.states)
-        self._tempered = any(layer.temperature is not None for layer in layers.attention)
+        self._counts_past_tokens = any(layer.temperature is not None for layer in layers.attention)
         self._weights = _first_weights(model)
         weight = model.get_input_embeddings().weight
         assert isinstance(weight, Tensor), "embeddings have one row for each token"
@@ -155,15 +155,15 @@ class TransformersModel:
     def _run(self, batch: PackedBatch) -> Tensor:
         """The logits of a batch, whose positions and images the model's hooks find while it runs."""
         if self._decoder is self.model:
-            return call_at_positions(batch.positions.unsqueeze(0), self._logits, batch)
-        merging = Merging(self._decoder_names, batch)
-        return call_with_merging(merging, call_at_positions, batch.positions.unsqueeze(0), self._logits, batch)
+            return call_at_positions(batch.positions.unsqueeze(0), self._call_model, batch)
+        insert = EmbeddingInsert(self._decoder_names, batch)
+        return call_with_insert(insert, call_at_positions, batch.positions.unsqueeze(0), self._call_model, batch)
 
-    def _logits(self, batch: PackedBatch) -> Tensor:
+    def _call_model(self, batch: PackedBatch) -> Tensor:
         """Call the model."""
         # Without an attention_mask, transformers would take the packed samples of a model with towers for documents.
         mask = {} if self._decoder is self.model else {"attention_mask": torch.ones_like(batch.tokens).unsqueeze(0)}
-        before = {"past_key_values": TokensBefore(batch.positions)} if self._tempered else {}
+        before = {"past_key_values": PastLengths(batch.positions)} if self._counts_past_tokens else {}
         row = dict(zip(self._arguments, (batch.tokens.unsqueeze(0), batch.positions.unsqueeze(0)), strict=False))
         kept = 0 if batch.logits_to_keep is None else batch.logits_to_keep
         out = self.model(**before, **row, **self._extra_arguments, use_cache=False, logits_to_keep=kept, **mask)
@@ -180,16 +180,18 @@ class TransformersModel:
         given = one_prompt(inputs, self._info.device)
         plain = {name: given[name] for name in ("input_ids", "attention_mask", "use_cache")}
         tokens: list[int] = tensor_in(given, "input_ids")[0].tolist()
-        return embedded(tokens, self._captured(given), self._captured(plain), self._layers, self._position_offset)
+        return embedded(
+            tokens, self._decoder_arguments(given), self._decoder_arguments(plain), self._layers, self._position_offset
+        )
 
-    def _captured(self, given: Mapping[str, object]) -> dict[str, object]:
+    def _decoder_arguments(self, given: Mapping[str, object]) -> dict[str, object]:
         with attention_over_pages(self.model, object()):
-            return captured(self.model, self._decoder, self._decoder_names, given)
+            return decoder_arguments(self.model, self._decoder, self._decoder_names, given)
 
     def _find_position_offset(self) -> int:
         """The position that the model gives the first token of a text; ModelError if it does not count on from it."""
         tokens = torch.zeros(1, 3, dtype=torch.int64, device=self._info.device)
-        given = self._captured({"input_ids": tokens, "use_cache": False})
+        given = self._decoder_arguments({"input_ids": tokens, "use_cache": False})
         if given.get("inputs_embeds") is None:
             raise ModelError(
                 f"{type(self.model).__name__} gives its decoder no embeddings, among which those of images would be, "
@@ -245,7 +247,7 @@ def _check_takes_tokens(model: nn.Module) -> None:
         )
 
 
-class TokensBefore:
+class PastLengths:
     """In the place of a cache, for layers that count positions from the number of tokens in it."""
 
     def __init__(self, positions: Tensor) -> None:
