@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_overlay
 
 from attnspan.integrations.huggingface import enable
-from attnspan.integrations.huggingface.masking import requested_pattern
+from attnspan.integrations.huggingface.masking import requested_mask
 from attnspan.testing import loopback
 from tests.integrations import images
 from tests.integrations.families import BOUND, answers, batch, family, gradients, off, one_device
@@ -92,9 +92,9 @@ def test_a_compiled_model_answers_as_on_one_device(name, how, graphs):
 )
 def test_compiled_code_knows_a_mask_by_its_arguments(monkeypatch, function, asked):
     config = SimpleNamespace(sliding_window=4, attention_chunk_size=5)
-    by_function = requested_pattern(1, 9, 9, mask_function=function, config=config, allow_is_causal_skip=True, **asked)
+    by_function = requested_mask(1, 9, 9, mask_function=function, config=config, allow_is_causal_skip=True, **asked)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert by_function == requested_pattern(1, 9, 9, config=config, allow_is_causal_skip=True, **asked)
+    assert by_function == requested_mask(1, 9, 9, config=config, allow_is_causal_skip=True, **asked)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 import attnspan as span
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface import attention_layers, enable, inline_mixers, mixers
-from attnspan.integrations.huggingface.sequence_functions import OURS, PADDING
+from attnspan.integrations.huggingface.mixer_functions import OURS, PADDING
 from attnspan.parallel import ContextParallel
 from attnspan.testing import loopback, processes
 from tests.integrations.families import answers, batch, enabled_answers, gradients, off

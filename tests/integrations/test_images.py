@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 
 from attnspan.errors import ModelError, ShardError
 from attnspan.integrations.huggingface import enable
-from attnspan.integrations.huggingface.masking import requested_pattern
+from attnspan.integrations.huggingface.masking import requested_mask
 from attnspan.testing import loopback
 from tests.integrations.families import BOUND, answers, enabled_answers, gradients, off
 from tests.integrations.images import IMAGE, SPECS, batch, family
@@ -174,9 +174,9 @@ def test_groups_are_those_of_transformers(ids, window, form):
         "beside the window": or_masks(and_masks(near, causal_mask_function), blocks),
     }[form]
     q, k = torch.meshgrid(torch.arange(9), torch.arange(9), indexing="ij")
-    pattern = requested_pattern(1, 9, 9, mask_function=made)
-    assert torch.equal(pattern.mask.dense(9), torch.as_tensor(made(0, 0, q, k)))
-    assert pattern.layer.causal
+    layer_mask = requested_mask(1, 9, 9, mask_function=made)
+    assert torch.equal(layer_mask.mask.dense(9), torch.as_tensor(made(0, 0, q, k)))
+    assert layer_mask.without_groups.causal
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_groups_are_those_of_transformers(ids, window, form):
 )
 def test_other_unions_are_refused(made):
     with pytest.raises(ModelError, match="which is not served; those that are: causal or both ways, sliding windows"):
-        requested_pattern(1, 4, 4, mask_function=made)
+        requested_mask(1, 4, 4, mask_function=made)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Reading a model, for both:
     inline_attention.py    layers that compute attention inline (plain_attention.py: a table of most of them;
                            biases.py: biases that they add to scores)
     latents.py             layers of multi-head latent attention (MLA)
-    mixers.py              recurrent layers (sequence_functions.py: the functions that they call; inline_mixers.py:
+    mixers.py              recurrent layers (mixer_functions.py: the functions that they call; inline_mixers.py:
                            inline recurrences; token_mixing.py: other modules that mix tokens, which are refused)
     rebinding.py           a function that calls others than its own
     adapters.py            peft adapters: those that are refused, and those in use
@@ -16,7 +16,7 @@ Over ranks:
 
     enabling.py            `enable`, and the hooks around a call of the model
     model_parts.py         the parts of the model (checking.py: what is refused)
-    binding.py             attributes that are set on its modules and configs
+    binding.py             what is set on its modules and configs (layer_binding.py: on a layer, or a mixer)
     forward_pass.py        the state of one forward pass (call_counts.py: checks that every layer attends in it)
     batches.py             sharding of a whole batch (sessions.py: and its session)
     attention.py           the attention function of layers (masking.py: the masks that they ask for)

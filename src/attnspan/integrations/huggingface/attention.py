@@ -13,32 +13,24 @@ Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), out (B, S, 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnspan.dtypes import dtype_name
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.latents import LatentSource, latents_in
+from attnspan.integrations.huggingface.layer_binding import BINDING, LayerBinding
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
+from attnspan.integrations.huggingface.masking import LayerMask, requested_mask
 from attnspan.integrations.huggingface.plain_attention import OWN_MASK
 from attnspan.integrations.huggingface.tensor_parallel import check_heads
 from attnspan.plan import Shape
 
-if TYPE_CHECKING:
-    from attnspan.integrations.huggingface.enabling import Enabled
-
 NAME = "attnspan"
 """The implementation of attention, as transformers knows it."""
-
-BINDING = "attnspan_binding"
-"""The attribute of a module that holds its binding."""
 
 UNSERVED = ("indices", "block_indices", "cache", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments that would change the result."""
@@ -47,25 +39,7 @@ UNSERVED = ("indices", "block_indices", "cache", "cu_seq_lens_q", "cu_seq_lens_k
 def register_sharded_attention() -> None:
     """Make the name known to transformers; other models do not notice."""
     AttentionInterface.register(NAME, sharded_attention)
-    AttentionMaskInterface.register(NAME, requested_pattern)
-
-
-@dataclass(frozen=True, eq=False)
-class ModuleBinding:
-    """Set on the attention layers and recurrent mixers of an enabled model."""
-
-    enabled: Enabled
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self  # a copy of a model is enabled as the model is
-
-
-@dataclass(frozen=True, eq=False)
-class LayerBinding(ModuleBinding):
-    """The binding of an attention layer: also its data, and the index of its kind in `Enabled.kinds`."""
-
-    layer: AttentionLayer
-    kind_index: int | None  # None: cross-attention in a decoder without its encoder
+    AttentionMaskInterface.register(NAME, requested_mask)
 
 
 def sharded_attention(
@@ -91,16 +65,17 @@ def sharded_attention(
         raise ModelError(
             f"{binding.layer.name} attends to another sequence, and the model is enabled as a decoder without encoder"
         )
+    current = binding.enabled.current_pass()
     passed = {"s_aux": s_aux is not None, **arguments}
-    check_arguments(binding.layer, attention_mask, passed, binding.enabled.pattern_for(binding.kind_index))
+    check_arguments(binding.layer, attention_mask, passed, current.layer_masks[binding.kind_index])
     check_bias(binding.layer, position_bias)
     if binding.layer.temperature is not None:
-        query = tempered(query, binding.layer.temperature.of(binding.enabled.query_positions()))
+        query = tempered(query, binding.layer.temperature.of(current.query_positions))
     source = latents_in(module, key, value)
     if source is None and query.shape[1] != binding.layer.query_heads:  # the model is tensor parallel
         check_heads(binding.layer, query.shape[1], key.shape[1], key.requires_grad or value.requires_grad)
-    attention = binding.enabled.attention_for(binding.kind_index)
-    tables = binding.enabled.bias_tables(binding.layer, position_bias, query.dtype)
+    attention = current.attentions[binding.kind_index]
+    tables = binding.enabled.bias_tables(current, binding.layer, position_bias, query.dtype)
     dropout = dropout or 0.0
     if source is None:
         out = attention(query, key, value, sinks=s_aux, dropout_p=dropout, captured=tables)
@@ -117,7 +92,7 @@ def session_wants_latents(source: LatentSource, numbers: Tensor) -> bool:
         return False
     if any(type(x) is not nn.Parameter for x in source.matrix.parameters()):
         return False
-    layer, attention = binding.layer, binding.enabled.attention_for(binding.kind_index)
+    layer, attention = binding.layer, binding.enabled.current_pass().attentions[binding.kind_index]
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
     return attention.attention.bound.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
 
@@ -133,7 +108,7 @@ def tune_temperature(layer: AttentionLayer, by_itself: bool) -> None:
         vars(layer.module)["attn_temperature_tuning"] = by_itself
 
 
-def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object], wanted: Pattern) -> None:
+def check_arguments(layer: AttentionLayer, mask: object, arguments: Mapping[str, object], wanted: LayerMask) -> None:
     """Refuse a call whose arguments differ from its layer's, or whose mask is not the `wanted` one."""
     by_default: dict[str, object] = {"scaling": layer.scale, "is_causal": layer.causal}
     always: dict[str, object] = {"sliding_window": layer.window, "softcap": layer.softcap, "s_aux": layer.sinks}
@@ -163,11 +138,11 @@ def _check(layer: AttentionLayer, what: str, found: object, wanted: object) -> N
         raise ModelError(f"{layer.name}: {what} must be {wanted}, as when the model was enabled, got {found}")
 
 
-def _check_mask(layer: AttentionLayer, mask: object, wanted: Pattern) -> None:
+def _check_mask(layer: AttentionLayer, mask: object, wanted: LayerMask) -> None:
     """Refuse another mask than the session has for the layer."""
     if mask is OWN_MASK or (mask is None and not wanted.causal and wanted.window is None):
         return
-    if isinstance(mask, Tensor) or not isinstance(mask, Pattern):
+    if isinstance(mask, Tensor) or not isinstance(mask, LayerMask):
         shape = f" of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else ""
         raise ModelError(
             f"{layer.name}: the model must ask transformers for its mask, got {type(mask).__name__}{shape}; masks that "
@@ -175,37 +150,3 @@ def _check_mask(layer: AttentionLayer, mask: object, wanted: Pattern) -> None:
         )
     if mask != wanted:
         raise ModelError(f"{layer.name} is {wanted}, and the model gives it a mask that is {mask}")
-
-
-def is_bound(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, is enabled."""
-    return any(hasattr(module, BINDING) for module in model.modules())
-
-
-# ---- configs ---------------------------------------------------------------------------------------------------------
-
-
-def own_config(model: PreTrainedModel) -> None:
-    """Give a model a config that no other has. See [Note: a config of its own] in enabling.py."""
-    memo: dict[int, object] = {}
-    copy.deepcopy(model.config, memo)
-    for module in model.modules():
-        theirs = vars(module).get("config")
-        if isinstance(theirs, PreTrainedConfig) and id(theirs) in memo:
-            vars(module)["config"] = memo[id(theirs)]
-
-
-def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs of a model's modules, each once: where layers read the name of their attention."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
-
-
-def check_configs(configs: Iterable[PreTrainedConfig]) -> None:
-    """Refuse configs of an enabled model that name another attention since: layers would attend to a rank's tokens."""
-    for config in configs:
-        if config._attn_implementation != NAME:
-            raise ModelError(
-                f"the attention of an enabled model was set to {config._attn_implementation!r}, which sees a rank's "
-                "tokens alone; disable() it before set_attn_implementation"
-            )

@@ -160,7 +160,7 @@ def labels_of(given: Entries, kind: LabelKind | None, model: str) -> Tensor | No
         if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
             raise ModelError(f"{name} must be a tensor of (B, S), got {_shown(value)}")
     mask = given.get("attention_mask")
-    if kind == "unpadded" and mask is not None:
+    if kind == "next_unpadded" and mask is not None:
         labels = labels.masked_fill(mask.to(labels.device) == 0, IGNORED)
     return shifted if shifted is not None else align_labels(labels, kind)
 

@@ -1,22 +1,17 @@
-"""Attributes that are set on the modules and configs of a model while it is enabled, and removed afterwards."""
+"""What enabling sets on the modules and configs of a model, and restores afterwards (layer_binding.py: on a layer)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.attention import (
-    BINDING,
     NAME,
-    LayerBinding,
-    ModuleBinding,
-    check_configs,
-    configs_of,
-    is_bound,
     session_wants_latents,
     sharded_attention,
     tune_temperature,
@@ -24,6 +19,7 @@ from attnspan.integrations.huggingface.attention import (
 from attnspan.integrations.huggingface.biases import bind_bias, unbind_bias
 from attnspan.integrations.huggingface.inline_attention import bind_forward, unbind_forward
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource, latent_source
+from attnspan.integrations.huggingface.layer_binding import BINDING, LayerBinding, ModuleBinding, is_bound
 
 if TYPE_CHECKING:
     from attnspan.integrations.huggingface.enabling import Enabled
@@ -58,7 +54,7 @@ class ModelBinding:
             setattr(layer.module, BINDING, LayerBinding(self._enabled, layer, None))
         for mixer in self._parts.mixers:
             setattr(mixer.module, BINDING, ModuleBinding(self._enabled))
-            mixer.bind(self._enabled.mixer_tokens)
+            mixer.bind(lambda: self._enabled.current_pass().mixer_tokens)
 
     def unbind(self) -> None:
         """Restore every module and config."""
@@ -93,3 +89,32 @@ class ModelBinding:
                 return run(*args, **kwargs)
             finally:
                 self.unbind()
+
+
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
+
+def own_config(model: PreTrainedModel) -> None:
+    """Give a model a config that no other has. See [Note: a config of its own] in enabling.py."""
+    memo: dict[int, object] = {}
+    copy.deepcopy(model.config, memo)
+    for module in model.modules():
+        theirs = vars(module).get("config")
+        if isinstance(theirs, PreTrainedConfig) and id(theirs) in memo:
+            vars(module)["config"] = memo[id(theirs)]
+
+
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs of a model's modules, each once: where layers read the name of their attention."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
+
+
+def check_configs(configs: Iterable[PreTrainedConfig]) -> None:
+    """Refuse configs of an enabled model that name another attention since: layers would attend to a rank's tokens."""
+    for config in configs:
+        if config._attn_implementation != NAME:
+            raise ModelError(
+                f"the attention of an enabled model was set to {config._attn_implementation!r}, which sees a rank's "
+                "tokens alone; disable() it before set_attn_implementation"
+            )

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attention import is_bound
+from attnspan.integrations.huggingface.layer_binding import is_bound
 from attnspan.integrations.huggingface.layers import AttentionLayer, check_is_model, configs, is_left_out
 from attnspan.integrations.huggingface.positions import (
     counts_by_itself,

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from attnspan.engine.model import EmbeddedPrompt, PackedBatch, PromptRows
 from attnspan.errors import EngineError
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.masking import LayerMask
 from attnspan.integrations.huggingface.towers import FEATURES
 from attnspan.masks import TokenGroups
 
@@ -229,26 +229,26 @@ def _check(found: Mapping[str, object], plain: Mapping[str, object]) -> None:
 
 def _groups(mask: object, layers: Sequence[AttentionLayer]) -> tuple[TokenGroups | None, frozenset[int]]:
     """The groups of a prompt by the masks that its model asks for, and the layers that have them."""
-    found: dict[Pattern, TokenGroups] = {}
+    found: dict[LayerMask, TokenGroups] = {}
     for each in mask.values() if isinstance(mask, Mapping) else [mask]:
         if isinstance(each, Tensor) and each.dim() == 2:  # a prompt without padding
             continue
-        if isinstance(each, Tensor) or (isinstance(each, Pattern) and (not each.causal or _is_wider(each))):
+        if isinstance(each, Tensor) or (isinstance(each, LayerMask) and (not each.causal or _is_wider(each))):
             shown = f"a tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else each
             raise EngineError(f"the tokens of this prompt see each other by a mask that is not served: {shown}")
-        if isinstance(each, Pattern) and each.groups is not None:
-            found[each.layer] = each.groups
+        if isinstance(each, LayerMask) and each.groups is not None:
+            found[each.without_groups] = each.groups
     if len(set(found.values())) > 1:
         raise EngineError("the tokens of this prompt see each other in different groups by layer, which is not served")
-    grouped_layers = frozenset(place for place, layer in enumerate(layers) if Pattern.of(layer) in found)
+    grouped_layers = frozenset(place for place, layer in enumerate(layers) if LayerMask.of(layer) in found)
     return next(iter(found.values()), None), grouped_layers
 
 
-def _is_wider(pattern: Pattern) -> bool:
+def _is_wider(layer_mask: LayerMask) -> bool:
     """Whether tokens of a group see each other beyond the window of a layer."""
-    if pattern.groups is None or pattern.window is None or pattern.over_groups:
+    if layer_mask.groups is None or layer_mask.window is None or layer_mask.over_groups:
         return False
-    return any(stop - start > pattern.window for start, stop in pattern.groups.spans)
+    return any(stop - start > layer_mask.window for start, stop in layer_mask.groups.spans)
 
 
 def _tensors(value: object) -> list[Tensor]:

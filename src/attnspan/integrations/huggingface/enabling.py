@@ -44,7 +44,7 @@ from transformers.utils import ModelOutput
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import ModelError, one_of
 from attnspan.integrations.huggingface.adapters import adds_to_loss
-from attnspan.integrations.huggingface.attention import own_config, register_sharded_attention
+from attnspan.integrations.huggingface.attention import register_sharded_attention
 from attnspan.integrations.huggingface.batches import (
     DOCUMENT_ENTRIES,
     Entries,
@@ -56,22 +56,23 @@ from attnspan.integrations.huggingface.batches import (
     split_decoder,
 )
 from attnspan.integrations.huggingface.biases import table_by_key
-from attnspan.integrations.huggingface.binding import ModelBinding
+from attnspan.integrations.huggingface.binding import ModelBinding, own_config
 from attnspan.integrations.huggingface.call_counts import CallCounts
 from attnspan.integrations.huggingface.checking import check_call, check_output, tensors_of
 from attnspan.integrations.huggingface.dealt_towers import deal_tower, whole_tower
 from attnspan.integrations.huggingface.forward_pass import (
     ForwardPass,
     LayerKind,
+    LayerRole,
     ModelPasses,
-    SequenceRole,
     WholeBatch,
     calls_so_far,
 )
 from attnspan.integrations.huggingface.inline_attention import bias_table, check_family_bias
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.losses import Count, label_kind, loss_of
-from attnspan.integrations.huggingface.masking import Pattern, given_masks
+from attnspan.integrations.huggingface.masking import LayerMask, given_masks
+from attnspan.integrations.huggingface.mixer_functions import ShardedTokens
 from attnspan.integrations.huggingface.model_parts import ModelParts
 from attnspan.integrations.huggingface.positions import (
     counted_positions,
@@ -79,7 +80,6 @@ from attnspan.integrations.huggingface.positions import (
     counts_by_mask,
     position_hooks,
 )
-from attnspan.integrations.huggingface.sequence_functions import ShardedTokens
 from attnspan.integrations.huggingface.sessions import session_factories
 from attnspan.integrations.huggingface.towers import (
     FEATURES,
@@ -87,7 +87,7 @@ from attnspan.integrations.huggingface.towers import (
     check_batch,
     check_given,
     check_runs_before,
-    patterns_of,
+    layer_masks_of,
     shard_features,
 )
 from attnspan.masks import Documents, Full
@@ -182,7 +182,7 @@ class Enabled:
         """Bind the layers, and register all hooks."""
         by_bias = bool(self.layers) and all(layer.bias or layer.cross for layer in self.layers)
         takes = self._parameters if self.decoder is self.model else self._decoder_names
-        hooks = position_hooks(self.decoder, takes, self._passes.current, self._parts.encoder, by_bias)
+        hooks = position_hooks(self.decoder, takes, self.current_pass, self._parts.encoder, by_bias)
         register_sharded_attention()
         own_config(self.model)
         self._binding.bind()
@@ -291,13 +291,13 @@ class Enabled:
                 "this is a copy of an enabled model that was disabled since; load its state_dict() into a model that "
                 "was not enabled"
             )
-        current, given = _uncompiled(Enabled._begin_pass)(self, args, kwargs)
+        current, given = _eager_in_compiled_model(Enabled._begin_pass)(self, args, kwargs)
         self._passes.begin(current)
         return (), given
 
     def _on_decoder(self, decoder: nn.Module, args: tuple[object, ...], kwargs: Entries) -> tuple[tuple[()], Entries]:
         """Before the decoder's forward, in a model with towers: merged embeddings become shards."""
-        current, given = _uncompiled(Enabled._begin_decoder)(self, args, kwargs)
+        current, given = _eager_in_compiled_model(Enabled._begin_decoder)(self, args, kwargs)
         self._passes.begin(current)
         return (), given
 
@@ -310,7 +310,7 @@ class Enabled:
         current = self._passes.end()
         if current is None:
             raise ModelError(f"{type(self.model).__name__} did not call its decoder, {type(self.decoder).__name__}")
-        return _uncompiled(Enabled._end_pass)(self, current, output)
+        return _eager_in_compiled_model(Enabled._end_pass)(self, current, output)
 
     def _begin_pass(self, args: tuple[object, ...], kwargs: Entries) -> tuple[ForwardPass | None, Entries]:
         """The pass of a call, and what the model is given; of one with towers, no pass yet, and the whole batch."""
@@ -361,17 +361,17 @@ class Enabled:
         given: Entries = dict(zip(self._decoder_names, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
         mask = given.pop("attention_mask", None)
-        patterns = patterns_of(mask, (kind.pattern for kind in self.kinds))
+        layer_masks = layer_masks_of(mask, (kind.layer_mask for kind in self.kinds))
         check_given(given, mask, whole.sequence)
         features = {name: given.pop(name) for name in (*FEATURES, *FEATURES.values()) if name in given}
         sequence = replace(whole.sequence, entries=given)
         self._check_counting(sequence)
-        shards = self._shards("only", sequence, whole.labels, patterns)
+        shards = self._shards("only", sequence, whole.labels, layer_masks)
         entries = shards.entries | shard_features(features, shards.session) | {"use_cache": False}
         entries = {name: value for name, value in entries.items() if name in kwargs or name in self._decoder_names}
         if mask is not None and not isinstance(mask, Tensor):
             entries["attention_mask"] = given_masks(mask)
-        return self._make_pass({"only": shards}, patterns, whole.count, sequence.max_position), entries
+        return self._make_pass({"only": shards}, layer_masks, whole.count, sequence.max_position), entries
 
     def _check_restarts(self, given: Entries, sequence: SequenceInputs) -> None:
         """Refuse documents by position_ids in a model that takes none and counts the tokens of a row."""
@@ -398,8 +398,8 @@ class Enabled:
 
     def _make_pass(
         self,
-        by_role: dict[SequenceRole, Shards],
-        patterns: Mapping[Pattern, Pattern],
+        by_role: dict[LayerRole, Shards],
+        layer_masks: Mapping[LayerMask, LayerMask],
         count: Count,
         max_position: int | Tensor,
     ) -> ForwardPass:
@@ -410,13 +410,14 @@ class Enabled:
         regions = checkpoint_regions.regions()
         again = WeakSet(each.name for each in regions if each.recomputing and each.name is not None)
         before, tokens = calls_so_far(attentions), ShardedTokens(own.session, own.padding)
+        masks = [layer_masks.get(kind.layer_mask, kind.layer_mask) for kind in self.kinds]
         return ForwardPass(
-            own.session, encoder, attentions, patterns, before, tokens, own.labels, count, max_position,
+            own.session, encoder, attentions, masks, before, tokens, own.labels, count, max_position,
             own.document_positions,
             rerun_regions=again,
         )  # fmt: skip
 
-    def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[SequenceRole, Shards]]:
+    def _encoder_decoder(self, given: Entries) -> tuple[Entries, dict[LayerRole, Shards]]:
         """The encoder's and the decoder's sequence of a batch: the entries of both, and the shards of each."""
         whole = given.get("labels")
         if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:
@@ -461,61 +462,53 @@ class Enabled:
 
     def _shards(
         self,
-        role: SequenceRole,
+        role: LayerRole,
         sequence: SequenceInputs,
         labels: Tensor | None,
-        patterns: Mapping[Pattern, Pattern] = MappingProxyType({}),
+        layer_masks: Mapping[LayerMask, LayerMask] = MappingProxyType({}),
     ) -> Shards:
         factory = self._factories[role]
-        session, positions = factory.session(sequence, patterns), sequence.document_positions(factory.documents)
+        session, positions = factory.session(sequence, layer_masks), sequence.document_positions(factory.documents)
         return shards_of(sequence, session, labels, positions)
 
     def _kind_of(self, layer: AttentionLayer) -> LayerKind:
-        role: SequenceRole = "only"
+        role: LayerRole = "only"
         if self.model.config.is_encoder_decoder:
             role = "cross" if layer.cross else "encoder" if layer.module in self._parts.encoder else "decoder"
-        pattern = Pattern(False, None) if role == "cross" else Pattern.of(layer)
-        return LayerKind(role, pattern, layer.scale, layer.softcap, layer.bias)
+        layer_mask = LayerMask(False, None) if role == "cross" else LayerMask.of(layer)
+        return LayerKind(role, layer_mask, layer.scale, layer.softcap, layer.bias)
 
-    def _bound_attention(self, kind: LayerKind, by_role: dict[SequenceRole, Shards]) -> BoundAttention:
+    def _bound_attention(self, kind: LayerKind, by_role: dict[LayerRole, Shards]) -> BoundAttention:
         """The attention of layers of a kind, in a batch with these shards."""
         if kind.role == "cross":
             keys, session = by_role["encoder"], by_role["decoder"].session
             mask = functools.reduce(operator.and_, keys.batch_masks) if keys.batch_masks else Full()
             return session.cross(keys.session, mask, scale=kind.scale)
-        session, name = by_role[kind.role].session, self._factories[kind.role].name(kind.pattern)
+        session, name = by_role[kind.role].session, self._factories[kind.role].name(kind.layer_mask)
         score_mod = None if kind.softcap is None else soft_cap(kind.softcap)
         if kind.bias is not None:
-            places = by_role[kind.role].document_positions
+            positions = by_role[kind.role].document_positions
             score_mod = self._score_mod(
-                kind.bias, kind.bias.shape(session.seq_len, 1 if places is None else len(places))
+                kind.bias, kind.bias.shape(session.seq_len, 1 if positions is None else len(positions))
             )
         return session.attention_for(name, scale=kind.scale, score_mod=score_mod)
 
     # ---- what a layer asks for -----------------------------------------------------------------------------------
 
-    def mixer_tokens(self) -> ShardedTokens:
-        """The tokens of the current pass, for a recurrent mixer."""
-        return self._passes.current().mixer_tokens
+    def current_pass(self) -> ForwardPass:
+        """The pass that a layer or mixer runs in. See [Note: the pass of a region] in forward_pass.py."""
+        return self._passes.current()
 
-    def pattern_for(self, kind_index: int) -> Pattern:
-        """The mask of a kind of layer in the current pass."""
-        patterns, own = self._passes.current().patterns, self.kinds[kind_index].pattern
-        return patterns.get(own, own) if patterns else own
-
-    def attention_for(self, kind_index: int) -> BoundAttention:
-        """The attention of a kind of layer in the current pass. See [Note: the pass of a region] in forward_pass.py."""
-        return self._passes.current().attentions[kind_index]
-
-    def bias_tables(self, layer: AttentionLayer, given: Tensor | None, dtype: torch.dtype) -> list[Tensor] | None:
-        """The tables of a layer's bias, for queries of a dtype; `given` is the bias that the model passed to the
-        layer."""
+    def bias_tables(
+        self, current: ForwardPass, layer: AttentionLayer, given: Tensor | None, dtype: torch.dtype
+    ) -> list[Tensor] | None:
+        """The tables of a layer's bias in the `current` pass, for queries of a dtype; `given` is the bias that the
+        model passed to the layer."""
         if layer.bias is None or given is None:
             return None
         wide = lse_dtype(dtype)
         if layer.bias.kind == "distance":
             return [given.to(wide)]
-        current = self._passes.current()
         key = layer.bias, given.dtype, wide
         if key not in current.tables:
             if key not in self._recognised:
@@ -526,14 +519,8 @@ class Enabled:
             current.tables[key] = table if by_slope else table_by_key(table, current.document_positions)
         return [current.tables[key]]
 
-    def query_positions(self) -> Tensor:
-        """The global positions of the queries, (S,) or (B, S), in the pass that a layer runs in."""
-        current = self._passes.current()
-        assert current.encoder is None, "no encoder-decoder counts positions in its layers"
-        return current.session.positions
 
-
-def _uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+def _eager_in_compiled_model(function: Callable[P, T]) -> Callable[P, T]:
     """The function without compilation where the model is compiled; elsewhere a loss that is compiled stays so."""
     return eagerly(function) if torch.compiler.is_compiling() else function
 

@@ -9,7 +9,7 @@ has a pass of its own, which layers then use and which is not counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,20 +22,20 @@ from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.batches import SequenceInputs
 from attnspan.integrations.huggingface.biases import ScoreBias
 from attnspan.integrations.huggingface.losses import Count
-from attnspan.integrations.huggingface.masking import Pattern
-from attnspan.integrations.huggingface.sequence_functions import ShardedTokens
+from attnspan.integrations.huggingface.masking import LayerMask
+from attnspan.integrations.huggingface.mixer_functions import ShardedTokens
 from attnspan.parallel import ContextParallel, checkpoint_regions
 from attnspan.parallel.attentions import BoundAttention
 
-SequenceRole = Literal["only", "encoder", "decoder", "cross"]
-"""Which of a model's sequences: it has one, or two; "cross": queries of the decoder, keys of the encoder."""
+LayerRole = Literal["only", "encoder", "decoder", "cross"]
+"""Where a layer attends: in the only sequence, or one of two; "cross": queries of the decoder, keys of the encoder."""
 
 
 class LayerKind(NamedTuple):
-    """What layers that share a `BoundAttention` have in common; `role` says which sequence they attend in."""
+    """What layers that share a `BoundAttention` have in common."""
 
-    role: SequenceRole
-    pattern: Pattern
+    role: LayerRole
+    layer_mask: LayerMask
     scale: float
     softcap: float | None
     bias: ScoreBias | None
@@ -48,7 +48,7 @@ class ForwardPass:
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
     attentions: list[BoundAttention]  # by index in `Enabled.kinds`
-    patterns: Mapping[Pattern, Pattern]  # from a layer's pattern to its pattern in this batch, where they differ
+    layer_masks: list[LayerMask]  # in this batch, by index in `Enabled.kinds`
     calls_before: Counter[int]  # `calls_so_far` when it began
     mixer_tokens: ShardedTokens
     labels: Tensor | None = None
@@ -57,6 +57,12 @@ class ForwardPass:
     document_positions: Tensor | None = None  # of the tokens of a whole row, if not 0, 1, 2, ...
     tables: dict[object, Tensor] = field(default_factory=dict)  # of biases, made when a layer first asks
     rerun_regions: WeakSet[object] = field(default_factory=WeakSet)  # checkpointed regions whose recomputation made it
+
+    @property
+    def query_positions(self) -> Tensor:
+        """The global positions of the queries, (S,) or (B, S)."""
+        assert self.encoder is None, "no encoder-decoder counts positions in its layers"
+        return self.session.positions
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Recurrent mixers that compute their recurrence inline, and its replacement, as one row for each class.
 
-A row has the functions of sequence_functions.py that the mixer then calls, and the methods that are replaced, in the
+A row has the functions of mixer_functions.py that the mixer then calls, and the methods that are replaced, in the
 mixer or in its convolutions::
 
     MiniMaxLightningAttention     forward    lightning attention
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnspan.integrations.huggingface.sequence_functions import PADDING, MixerTokens, SequenceFunctions, agrees
+from attnspan.integrations.huggingface.mixer_functions import PADDING, MixerFunctions, MixerTokens, agrees
 from attnspan.integrations.huggingface.tiny_module import filled
 
 Layer = Any
@@ -38,7 +38,7 @@ class InlineMixer(NamedTuple):
 
     what: str
     functions: tuple[str, ...]
-    replacements: Callable[[Layer, SequenceFunctions], Iterable[Replacement]]
+    replacements: Callable[[Layer, MixerFunctions], Iterable[Replacement]]
     example: Callable[[Callable[..., nn.Module]], nn.Module]
     given: Callable[[Callable[..., Tensor]], dict[str, object]]
     outputs: int = 1
@@ -56,7 +56,7 @@ def _agrees(cls: type) -> bool:
     row, drawn = INLINE[cls.__name__], torch.Generator(device="cpu").manual_seed(0)
 
     def ours(tokens: MixerTokens) -> Tensor:
-        made = list(row.replacements(module, SequenceFunctions("compared", lambda: tokens)))
+        made = list(row.replacements(module, MixerFunctions("compared", lambda: tokens)))
         for each, attribute, method in made:
             vars(each)[attribute] = method
         found = joined(module(**given))
@@ -80,7 +80,7 @@ def _agrees(cls: type) -> bool:
 # ---- MiniMax ---------------------------------------------------------------------------------------------------------
 
 
-def _lightning(module: Layer, ours: SequenceFunctions) -> list[Replacement]:
+def _lightning(module: Layer, ours: MixerFunctions) -> list[Replacement]:
     attend, padded = ours.tensor_by_name("lightning_attention"), ours.tensor_by_name(PADDING)
 
     def forward(self: Layer, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
@@ -102,7 +102,7 @@ def _lightning_example(cls: Callable[..., nn.Module]) -> nn.Module:
 # ---- RecurrentGemma --------------------------------------------------------------------------------------------------
 
 
-def _rg_lru(module: Layer, ours: SequenceFunctions) -> list[Replacement]:
+def _rg_lru(module: Layer, ours: MixerFunctions) -> list[Replacement]:
     scan = ours.tensor_by_name("rg_lru_scan")
 
     def _rnn_scan(
@@ -113,7 +113,7 @@ def _rg_lru(module: Layer, ours: SequenceFunctions) -> list[Replacement]:
     return [(module, "_rnn_scan", MethodType(_rnn_scan, module))]
 
 
-def _griffin_conv(module: Layer, ours: SequenceFunctions) -> list[Replacement]:
+def _griffin_conv(module: Layer, ours: MixerFunctions) -> list[Replacement]:
     conv1d, held = ours.tensor_by_name("causal_conv1d_fn"), module.conv_1d
 
     def forward(channels_first: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _positions() -> Tensor:
 # ---- Zaya ------------------------------------------------------------------------------------------------------------
 
 
-def _cca(module: Layer, ours: SequenceFunctions) -> list[Replacement]:
+def _cca(module: Layer, ours: MixerFunctions) -> list[Replacement]:
     conv1d, padded = ours.tensor_by_name("causal_conv1d_fn"), ours.tensor_by_name(PADDING)
 
     def delayed(tokens: Tensor) -> Tensor:

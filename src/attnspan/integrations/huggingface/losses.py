@@ -4,9 +4,9 @@ The model's own loss would be the mean over a rank's tokens, with labels shifted
 passed to the model: they are shifted while they are whole (batches.py), and the loss is computed from the logits. This
 equals the model's loss only if that is cross entropy per token; its kind is read from the model:
 
-    next      causal models: a token's label is the next token
-    unpadded  the same, without labels in padding, whatever they are (audio models)
-    own       masked models, classes of tokens, encoder-decoders: a token's label is its own
+    next           causal models: a token's label is the next token
+    next_unpadded  the same, without labels in padding, whatever they are (audio models)
+    own            masked models, classes of tokens, encoder-decoders: a token's label is its own
 
 Everything else (classes of whole texts, balancing of experts) is refused when labels are given.
 
@@ -33,7 +33,7 @@ from attnspan.transports.group import Group, transport_of
 if TYPE_CHECKING:
     from attnspan.parallel import ContextParallel
 
-LabelKind = Literal["next", "unpadded", "own"]
+LabelKind = Literal["next", "next_unpadded", "own"]
 Count = int | Tensor | None
 """The items of a batch, as Trainer counts them."""
 
@@ -63,7 +63,7 @@ def label_kind(model: nn.Module) -> LabelKind | None:
     if "self.loss_function(" in source:
         return BY_FUNCTION.get(model.loss_function)
     if "shift_attention_mask" in source:
-        return "unpadded"
+        return "next_unpadded"
     heads = ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
     if PLAIN.search(source) and any(head in type(model).__name__ for head in heads):
         return "own"

@@ -1,8 +1,8 @@
 """The masks that a transformers model asks for, as data: direction, window, and groups of tokens.
 
 A model asks for a mask once per forward pass and kind of layer, by the name of the implementation, and passes it to its
-layers. This implementation returns a `Pattern` instead of a tensor. Documents and padding are in the session already
-(batches.py), and so are groups, which differ between batches (towers.py). A layer compares the pattern that it is given
+layers. This implementation returns a `LayerMask` instead of a tensor. Documents and padding are in the session already
+(batches.py), and so are groups, which differ between batches (towers.py). A layer compares the mask that it is given
 with that of its attention in this pass (attention.py), so other masks are detected.
 
 [Note: functions of masks] transformers describes a mask by a function of indices. It is recognised by its code object:
@@ -44,12 +44,12 @@ class _NoTensor(ModelError, AttributeError):
     """An AttributeError, so that ``hasattr`` is False, with the reason for code that reads an attribute."""
 
 
-class Pattern(NamedTuple):
+class LayerMask(NamedTuple):
     """The mask of a layer; `window` and `chunk` as in `AttentionLayer`.
 
     Tokens of one of the `groups`, as those of an image, see each other too, within the window if it is `over_groups`.
 
-    >>> Pattern(causal=True, window=3).mask
+    >>> LayerMask(causal=True, window=3).mask
     SlidingWindow(2)
     """
 
@@ -60,14 +60,14 @@ class Pattern(NamedTuple):
     chunk: int | None = None
 
     @staticmethod
-    def of(layer: AttentionLayer) -> Pattern:
+    def of(layer: AttentionLayer) -> LayerMask:
         """What a layer was enabled for."""
-        return Pattern(layer.causal, layer.window, chunk=layer.chunk)
+        return LayerMask(layer.causal, layer.window, chunk=layer.chunk)
 
     @property
-    def layer(self) -> Pattern:
-        """What a layer has by itself, in every batch."""
-        return Pattern(self.causal, self.window, chunk=self.chunk)
+    def without_groups(self) -> LayerMask:
+        """What the layer has in every batch."""
+        return LayerMask(self.causal, self.window, chunk=self.chunk)
 
     @property
     def mask(self) -> Mask:
@@ -75,7 +75,7 @@ class Pattern(NamedTuple):
         if self.groups is not None:
             if self.over_groups and self.window is not None:
                 return (Causal() | self.groups) & SlidingWindow(self.window - 1, self.groups.length)
-            return self.layer.mask | self.groups
+            return self.without_groups.mask | self.groups
         if self.chunk is not None:
             return Causal() & Chunked(self.chunk)
         if self.window is None:
@@ -96,17 +96,17 @@ class Pattern(NamedTuple):
         return ", ".join(words)
 
 
-class ConvertedPattern(Pattern):
+class ConvertedLayerMask(LayerMask):
     """The same for models that convert their mask before layers of theirs add it, which these here do not."""
 
     ndim = 0
 
-    def to(self, dtype: torch.dtype) -> ConvertedPattern:
+    def to(self, dtype: torch.dtype) -> ConvertedLayerMask:
         """What is hidden, as booleans."""
         return self
 
 
-class GivenPattern(Pattern):
+class GivenLayerMask(LayerMask):
     """The same for a decoder, whose model asked for it before: transformers returns masks of four dims as they are."""
 
     ndim = 4
@@ -114,17 +114,17 @@ class GivenPattern(Pattern):
 
 
 def given_masks(mask: object) -> object:
-    """What a model with towers gives its decoder for a mask: patterns, alone or by types of layers, as given."""
+    """What a model with towers gives its decoder for a mask: `LayerMask`s, alone or by types of layers, as given."""
     if isinstance(mask, Mapping):
         return {kind: given_masks(each) for kind, each in mask.items()}
-    return GivenPattern(*mask) if isinstance(mask, Pattern) else mask
+    return GivenLayerMask(*mask) if isinstance(mask, LayerMask) else mask
 
 
 CONVERTING = {"mpt", "falcon"}
 """The types of these models."""
 
 
-def requested_pattern(
+def requested_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -134,37 +134,37 @@ def requested_pattern(
     config: object = None,
     attention_mask: object = None,
     **more: object,
-) -> Pattern:
-    """The pattern of a mask that a model asks for, by the signature of `AttentionMaskInterface`."""
-    if isinstance(attention_mask, GivenPattern):
-        return Pattern(*attention_mask)
+) -> LayerMask:
+    """The mask that a model asks for, by the signature of `AttentionMaskInterface`."""
+    if isinstance(attention_mask, GivenLayerMask):
+        return LayerMask(*attention_mask)
     compiling = torch.compiler.is_compiling()
     found = _by_arguments(local_size, config, more) if compiling else _read(mask_function)
-    return ConvertedPattern(*found) if getattr(config, "model_type", None) in CONVERTING else found
+    return ConvertedLayerMask(*found) if getattr(config, "model_type", None) in CONVERTING else found
 
 
-def _by_arguments(local_size: int | None, config: object, more: dict[str, object]) -> Pattern:
-    """A pattern by the arguments of the request beside its function."""
+def _by_arguments(local_size: int | None, config: object, more: dict[str, object]) -> LayerMask:
+    """A mask by the arguments of the request beside its function."""
     causal = "allow_is_bidirectional_skip" not in more
     plain = more.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip", True)
     chunk = getattr(config, "attention_chunk_size", None)
     if causal and plain and local_size is not None and local_size == chunk != getattr(config, "sliding_window", None):
-        return Pattern(causal, None, chunk=chunk)
+        return LayerMask(causal, None, chunk=chunk)
     if more.get("use_vmap") or not plain or local_size not in (None, getattr(config, "sliding_window", None)):
         raise ModelError(
             "a mask that is more than causal or a window cannot be looked at in compiled code; run a batch without "
             "torch.compile to see what it is"
         )
-    return Pattern(causal, local_size if causal or local_size is None else local_size + 1)
+    return LayerMask(causal, local_size if causal or local_size is None else local_size + 1)
 
 
-def _read(function: IndexMask) -> Pattern:
-    """A pattern by the function of a mask. See [Note: functions of masks]."""
+def _read(function: IndexMask) -> LayerMask:
+    """A mask by its function. See [Note: functions of masks]."""
     MASK_FUNCTIONS.verify()
-    return _pattern(function)
+    return _layer_mask(function)
 
 
-def _pattern(function: IndexMask) -> Pattern:
+def _layer_mask(function: IndexMask) -> LayerMask:
     causal, both_ways, window, chunk, with_groups = False, False, None, None, None
     for part in _parts(function):
         code = getattr(part, "__code__", None)
@@ -183,7 +183,7 @@ def _pattern(function: IndexMask) -> Pattern:
         ):  # what jumps in position_ids is a shard
             raise _unknown(part)
     if with_groups is None:
-        return Pattern(causal, window, chunk=chunk)
+        return LayerMask(causal, window, chunk=chunk)
     if causal or both_ways or chunk is not None or (window is not None and with_groups.window is not None):
         raise _unknown(function)
     return (
@@ -193,17 +193,17 @@ def _pattern(function: IndexMask) -> Pattern:
     )
 
 
-def _with_groups(function: IndexMask) -> Pattern:
-    """A union: of a causal pattern, and of one group of tokens each."""
+def _with_groups(function: IndexMask) -> LayerMask:
+    """A union: of a causal mask, and of one group of tokens each."""
     parts = _closure_value(function, "mask_functions")
     if any(map(_is_reference, (each for part in parts for each in _parts(part)))):
-        united = [_pattern(part) for part in parts]
-        if Pattern(True, None) in united and all(each.causal and each.groups is None for each in united):
-            return Pattern(True, None)
+        united = [_layer_mask(part) for part in parts]
+        if LayerMask(True, None) in united and all(each.causal and each.groups is None for each in united):
+            return LayerMask(True, None)
         raise _unknown(function)
     blocks = [part for part in parts if getattr(part, "__code__", None) is _BLOCKS]
     others = [part for part in parts if part not in blocks]
-    if len(blocks) != 1 or len(others) != 1 or not (found := _pattern(others[0])).causal or found.groups is not None:
+    if len(blocks) != 1 or len(others) != 1 or not (found := _layer_mask(others[0])).causal or found.groups is not None:
         raise _unknown(next((part for part in others if part is not causal_mask_function), function))
     ids = _closure_value(blocks[0], "block_sequence_ids")
     if ids.is_meta:  # of a text, by which the census probes a model
@@ -256,39 +256,39 @@ _PACKED = packed_sequence_mask_function(torch.zeros(1, 1, device="cpu")).__code_
 
 
 def _functions_agree() -> bool:
-    """Whether functions of transformers allow the same pairs as the patterns that are read from them."""
+    """Whether functions of transformers allow the same pairs as the masks that are read from them."""
     each = torch.arange(8, device="cpu")
     q, k = torch.meshgrid(each, each, indexing="ij")
-    cases: list[tuple[IndexMask, Pattern, Tensor]] = [
-        (causal_mask_function, Pattern(True, None), k <= q),
-        (and_masks(sliding_window_overlay(3), causal_mask_function), Pattern(True, 3), (k <= q) & (k > q - 3)),
+    cases: list[tuple[IndexMask, LayerMask, Tensor]] = [
+        (causal_mask_function, LayerMask(True, None), k <= q),
+        (and_masks(sliding_window_overlay(3), causal_mask_function), LayerMask(True, 3), (k <= q) & (k > q - 3)),
         (
             and_masks(chunked_overlay(3, torch.zeros(1, dtype=torch.int64, device="cpu")), causal_mask_function),
-            Pattern(True, None, chunk=3),
+            LayerMask(True, None, chunk=3),
             (k <= q) & (k // 3 == q // 3),
         ),
-        (bidirectional_mask_function, Pattern(False, None), k == k),
-        (sliding_window_bidirectional_overlay(3), Pattern(False, 4), (q - k).abs() <= 3),
+        (bidirectional_mask_function, LayerMask(False, None), k == k),
+        (sliding_window_bidirectional_overlay(3), LayerMask(False, 4), (q - k).abs() <= 3),
     ]
     ids = torch.tensor([[0, -1, 1, 1, 1, 0, -1, 0]], device="cpu")
     blocks, same = blockwise_overlay(ids), (ids == ids.T) & (ids >= 0)
     near, groups = sliding_window_overlay(3), TokenGroups.from_ids(ids)
     both = or_masks(causal_mask_function, blocks)
     cases += [
-        (both, Pattern(True, None, groups), (k <= q) | same),
-        (and_masks(both, near), Pattern(True, 3, groups, True), ((k <= q) | same) & (k > q - 3)),
+        (both, LayerMask(True, None, groups), (k <= q) | same),
+        (and_masks(both, near), LayerMask(True, 3, groups, True), ((k <= q) | same) & (k > q - 3)),
         (
             or_masks(and_masks(near, causal_mask_function), blocks),
-            Pattern(True, 3, groups),
+            LayerMask(True, 3, groups),
             (k <= q) & (k > q - 3) | same,
         ),
     ]
-    for made, pattern, allowed in cases:
+    for made, layer_mask, allowed in cases:
         found = torch.as_tensor(made(0, 0, q, k), device="cpu").expand(8, 8)
         if (
-            _pattern(made) != pattern
+            _layer_mask(made) != layer_mask
             or not torch.equal(found, allowed)
-            or not torch.equal(pattern.mask.dense(8), found)
+            or not torch.equal(layer_mask.mask.dense(8), found)
         ):
             return False
     return True

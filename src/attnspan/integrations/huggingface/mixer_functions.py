@@ -110,7 +110,7 @@ class ShardedTokens:
         return self.session.conv1d(channels_first, weight, bias, dim=2)
 
 
-class SequenceFunctions:
+class MixerFunctions:
     """The functions of a mixer, for the tokens of the `current` call. Names and arguments are transformers'."""
 
     def __init__(self, mixer: str, current: Callable[[], MixerTokens]):
@@ -132,7 +132,7 @@ class SequenceFunctions:
         return _first(self._call(name, *args, **kwargs))
 
     def _call(self, name: str, *args: object, **kwargs: object) -> Result:
-        run = eagerly(SequenceFunctions._run) if torch.compiler.is_compiling() else SequenceFunctions._run
+        run = eagerly(MixerFunctions._run) if torch.compiler.is_compiling() else MixerFunctions._run
         return run(self, name, args, kwargs)
 
     def _run(self, name: str, args: tuple[object, ...], kwargs: Kwargs) -> Result:
@@ -337,7 +337,7 @@ def _difference(name: str, theirs: Function) -> str | None:
 def agrees(ours: Caller, theirs: Callable[[], object], padding: Tensor | None = None) -> bool:
     """Whether a function of a pass of five tokens gives, on one rank, what another gives."""
 
-    def rank(world: Transport) -> Tensor:
+    def rank(world: Transport) -> Tensor:  # a thread of its own: this may be one of other virtual ranks
         return _first(ours(ShardedTokens(ContextParallel(world, seq_len=5, mask=Causal()), padding)))
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -1,6 +1,6 @@
 """The recurrent mixers of a transformers model, and their forward over ranks or in a step of an engine.
 
-A mixer is a module whose forward calls, by name, a function that mixes tokens (sequence_functions.py). While its model
+A mixer is a module whose forward calls, by name, a function that mixes tokens (mixer_functions.py). While its model
 is enabled (binding.py) or served (serving_binding.py), its forward is a copy with other globals (rebinding.py)::
 
     forward = rebound(original, {"causal_conv1d_fn": ours, ...})
@@ -30,15 +30,15 @@ from attnspan.engine.fingerprint import ServingMethod
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.classes import class_of
 from attnspan.integrations.huggingface.inline_mixers import INLINE, unlike_inline
-from attnspan.integrations.huggingface.rebinding import can_be_rebound, names_in, rebound
-from attnspan.integrations.huggingface.sequence_functions import (
+from attnspan.integrations.huggingface.mixer_functions import (
     DECODING,
     KNOWN,
     SEQUENCE,
+    MixerFunctions,
     MixerTokens,
-    SequenceFunctions,
     difference,
 )
+from attnspan.integrations.huggingface.rebinding import can_be_rebound, names_in, rebound
 from attnspan.integrations.huggingface.token_mixing import MOVING, SUMMING, mixing_in
 
 LIBRARIES = {"torch", "builtins", "math"}
@@ -72,7 +72,7 @@ class RecurrentMixer:
 
     def replacements(self, current: Callable[[], MixerTokens]) -> Iterator[tuple[nn.Module, str, Method]]:
         """What takes the place of methods, for the tokens of the `current` call: (module, attribute, method)."""
-        ours, written = SequenceFunctions(self.name, current), INLINE.get(class_of(self.module).__name__)
+        ours, written = MixerFunctions(self.name, current), INLINE.get(class_of(self.module).__name__)
         functions = {name: ours.by_name(name) for name in KNOWN}
         for attribute, method in self.methods.items():
             yield self.module, attribute, MethodType(rebound(method, functions), self.module)

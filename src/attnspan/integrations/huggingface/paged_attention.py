@@ -22,7 +22,7 @@ from attnspan.integrations.huggingface.embedding import stops_at_decoder
 from attnspan.integrations.huggingface.inline_attention import CURRENT_ATTENTION
 from attnspan.integrations.huggingface.latents import LatentSource, latents_in
 from attnspan.integrations.huggingface.lora import AdapterRows
-from attnspan.integrations.huggingface.masking import Pattern, requested_pattern
+from attnspan.integrations.huggingface.masking import LayerMask, requested_mask
 from attnspan.integrations.huggingface.mixers import RecurrentMixer
 from attnspan.integrations.huggingface.plain_attention import OWN_MASK
 from attnspan.recurrence import Rule
@@ -188,13 +188,13 @@ def called_while_served(module: nn.Module) -> EngineError:
     )
 
 
-def pattern_of_prompt(*sizes: Any, **request: Any) -> Pattern | None:
+def mask_of_prompt(*sizes: Any, **request: Any) -> LayerMask | None:
     """The mask function of prompts that are embedded; in a step, where all is known, there is none."""
-    return requested_pattern(*sizes, **request) if stops_at_decoder() else None
+    return requested_mask(*sizes, **request) if stops_at_decoder() else None
 
 
 def register_paged_attention() -> None:
     """Make the names known to transformers."""
     AttentionInterface.register(NAME, paged_attention)
     AttentionInterface.register(NAME_WITH_TOWERS, paged_attention)
-    AttentionMaskInterface.register(NAME_WITH_TOWERS, pattern_of_prompt)
+    AttentionMaskInterface.register(NAME_WITH_TOWERS, mask_of_prompt)

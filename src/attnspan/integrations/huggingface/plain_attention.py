@@ -65,7 +65,7 @@ class LayerArgs:
 
 
 class OwnMask:
-    """Stands for the mask of a layer that hides by itself what its pattern hides."""
+    """Stands for the mask of a layer that hides by itself what its mask hides."""
 
 
 OWN_MASK = OwnMask()

@@ -28,17 +28,18 @@ from transformers.utils import ModelOutput
 
 from attnspan.engine.model import StateSpec, StepAttention
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attention import check_arguments, configs_of
+from attnspan.integrations.huggingface.attention import check_arguments
+from attnspan.integrations.huggingface.binding import configs_of
 from attnspan.integrations.huggingface.checking import check_output
 from attnspan.integrations.huggingface.inline_attention import CURRENT_ATTENTION, dispatch_forward
 from attnspan.integrations.huggingface.interface_calls import calls_of
 from attnspan.integrations.huggingface.layers import AttentionLayer
-from attnspan.integrations.huggingface.masking import Pattern, given_masks, requested_pattern
+from attnspan.integrations.huggingface.masking import LayerMask, given_masks, requested_mask
 from attnspan.integrations.huggingface.paged_attention import ModelCall, called_while_served, run_call
 from attnspan.integrations.huggingface.served_layers import ServedLayers, head_of
 from attnspan.integrations.huggingface.serving_binding import ProbedCall, ProbeResult, probed_once
 from attnspan.integrations.huggingface.tensor_parallel import on_this_rank, tensor_parallel_mesh
-from attnspan.integrations.huggingface.towers import OUTPUTS, decoder_of, patterns_of
+from attnspan.integrations.huggingface.towers import OUTPUTS, decoder_of, layer_masks_of
 from attnspan.recurrence import PackedSequences, Rule
 
 NAME = "attnspan_probe"
@@ -53,7 +54,7 @@ class Probe:
     def __init__(self, layers: Iterable[AttentionLayer], adopts: bool, given: bool = False) -> None:
         self.layers = {layer.module: layer for layer in layers}
         self.adopts = adopts  # a window that is in a mask alone
-        self.given = given  # masks, by a model whose decoder this is: see patterns_of
+        self.given = given  # masks, by a model whose decoder this is: see layer_masks_of
         self.order: list[nn.Module] = []
         self.all_logits = False
 
@@ -79,8 +80,8 @@ def probe_attention(
     if probe.adopts and layer.window is None and window is not None:
         probe.layers[module] = layer = replace(layer, window=window)
         arguments["sliding_window"] = window
-    own = Pattern.of(layer)
-    wanted = patterns_of(attention_mask, [own]).get(own, own) if probe.given else own
+    own = LayerMask.of(layer)
+    wanted = layer_masks_of(attention_mask, [own]).get(own, own) if probe.given else own
     check_arguments(layer, attention_mask, arguments | {"s_aux": arguments.get("s_aux") is not None}, wanted)
     if tensor_parallel_mesh(module) is not None:
         probe.layers[module] = on_this_rank(layer, query.shape[1], key.shape[1], not probe.adopts)
@@ -111,7 +112,7 @@ def probe_model(model: PreTrainedModel, layers: ServedLayers) -> ProbeResult:
     """The order of layers, their windows, by their masks, and the states of mixers; ModelError for a model that asks
     for more, or less, than its layers do."""
     AttentionInterface.register(NAME, probe_attention)
-    AttentionMaskInterface.register(NAME, requested_pattern)
+    AttentionMaskInterface.register(NAME, requested_mask)
     return probed_once(model, layers, NAME, lambda: _probed(layers, model))
 
 
@@ -164,7 +165,7 @@ def probe_pass(model: PreTrainedModel, layers: Iterable[AttentionLayer], **besid
     Some models must be given more `beside` tokens.
     """
     AttentionInterface.register(NAME, probe_attention)
-    AttentionMaskInterface.register(NAME, requested_pattern)
+    AttentionMaskInterface.register(NAME, requested_mask)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     decoder = decoder_of(model)
     probe, inputs = Probe(layers, adopts=False, given=decoder is not model), {"input_ids": tokens} | beside

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.adapters import adapted, check_adapters
-from attnspan.integrations.huggingface.attention import is_bound
 from attnspan.integrations.huggingface.checking import check_alone, check_positions, counting_modules
 from attnspan.integrations.huggingface.fused_modules import FusedModule, fused_modules
 from attnspan.integrations.huggingface.inline_attention import dispatch_forward
+from attnspan.integrations.huggingface.layer_binding import is_bound
 from attnspan.integrations.huggingface.layers import (
     AttentionLayer,
     attention_layers,

@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnspan.engine.fingerprint import ServingMethod
 from attnspan.engine.model import StateSpec
 from attnspan.errors import EngineError
-from attnspan.integrations.huggingface.attention import configs_of
+from attnspan.integrations.huggingface.binding import configs_of
 from attnspan.integrations.huggingface.latents import METHOD, LatentSource
 from attnspan.integrations.huggingface.layers import AttentionLayer
 from attnspan.integrations.huggingface.lora import forward_by_rows

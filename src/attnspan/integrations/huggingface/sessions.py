@@ -1,4 +1,4 @@
-"""The sessions of a model's batches: a mask for every pattern of its layers, combined with documents and padding.
+"""The sessions of a model's batches: a mask for every `LayerMask` of its layers, combined with documents and padding.
 
 A `SessionFactory` is made once, from a group or a given session. It makes a session for each batch
 (`ContextParallel.with_mask`), with one layout for all its masks, balanced by the number of layers that have each.
@@ -18,8 +18,8 @@ from itertools import pairwise
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.batches import SequenceInputs
-from attnspan.integrations.huggingface.forward_pass import LayerKind, SequenceRole
-from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.forward_pass import LayerKind, LayerRole
+from attnspan.integrations.huggingface.masking import LayerMask
 from attnspan.integrations.huggingface.mixers import RecurrentMixer
 from attnspan.layouts import Contiguous
 from attnspan.masks import Causal, Documents, Full, KeyPadding, Mask
@@ -33,9 +33,9 @@ from attnspan.transports.group import Group, transport_of
 class SessionFactory:
     """Sessions for sequences of one kind: those of a model, or of its encoder or decoder."""
 
-    def __init__(self, cp: ContextParallel | Group, patterns: Counter[Pattern], keep_keys: KeepKeys | None = None):
-        self.attends = bool(patterns)
-        self.patterns, self.keep_keys = patterns or Counter({Pattern(True, None): 0}), keep_keys
+    def __init__(self, cp: ContextParallel | Group, layer_masks: Counter[LayerMask], keep_keys: KeepKeys | None = None):
+        self.attends = bool(layer_masks)
+        self.layer_masks, self.keep_keys = layer_masks or Counter({LayerMask(True, None): 0}), keep_keys
         self.given = cp if isinstance(cp, ContextParallel) else None
         if self.given is not None and len(self.given.masks) > 1:
             raise ModelError("cp must have one mask, which is for all layers; windows of layers are the model's own")
@@ -43,14 +43,14 @@ class SessionFactory:
         self.transport = cp.transport if isinstance(cp, ContextParallel) else transport_of(cp)
         self._first: ContextParallel | None = None
 
-    def session(self, sequence: SequenceInputs, given: Mapping[Pattern, Pattern]) -> ContextParallel:
-        """The session of a sequence; `given` are the patterns of its batch where they are more than the layers'."""
-        masks = {str(pattern): self._mask(given.get(pattern, pattern), sequence) for pattern in self.patterns}
+    def session(self, sequence: SequenceInputs, given: Mapping[LayerMask, LayerMask]) -> ContextParallel:
+        """The session of a sequence; `given` are the masks of its batch where they are more than the layers'."""
+        masks = {str(each): self._mask(given.get(each, each), sequence) for each in self.layer_masks}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         if self._first is None:
             self._first = self._made(sequence.seq_len, mask)
         session = self._first.with_mask(mask, seq_len=sequence.seq_len)
-        session.layers = self.counts if len(masks) > 1 else self.patterns.total()
+        session.layers = self.counts if len(masks) > 1 else self.layer_masks.total()
         return session
 
     @property
@@ -61,15 +61,15 @@ class SessionFactory:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many layers have each pattern, by the name of its mask."""
-        return {str(pattern): count for pattern, count in self.patterns.items()}
+        """How many layers have each mask, by its name."""
+        return {str(layer_mask): count for layer_mask, count in self.layer_masks.items()}
 
-    def name(self, pattern: Pattern) -> str:
-        """What a pattern's mask is called in a session."""
-        return str(pattern) if len(self.patterns) > 1 else ""
+    def name(self, layer_mask: LayerMask) -> str:
+        """What a mask is called in a session."""
+        return str(layer_mask) if len(self.layer_masks) > 1 else ""
 
     def _made(self, seq_len: int, mask: Mask | Mapping[str, Mask]) -> ContextParallel:
-        weights = {name: float(count) for name, count in self.counts.items()} if len(self.patterns) > 1 else None
+        weights = {name: float(count) for name, count in self.counts.items()} if len(self.layer_masks) > 1 else None
         options = SessionOptions() if self.given is None else self.given.options
         keep_keys = options.keep_keys if self.keep_keys is None else self.keep_keys
         if self.given is not None and weights is None and keep_keys == options.keep_keys:
@@ -80,12 +80,12 @@ class SessionFactory:
             layout=layout, strategy=options.strategy, kernel=options.kernel,
         )  # fmt: skip
 
-    def _mask(self, pattern: Pattern, sequence: SequenceInputs) -> Mask:
-        """What layers of a pattern see of a sequence. See [Note: the mask of a session]."""
+    def _mask(self, layer_mask: LayerMask, sequence: SequenceInputs) -> Mask:
+        """What layers with a mask see of a sequence. See [Note: the mask of a session]."""
         length = sequence.seq_len
-        data = [] if self.given is None else list(_data(self.given.mask, pattern, length))
+        data = [] if self.given is None else list(_data(self.given.mask, layer_mask, length))
         return functools.reduce(
-            functools.partial(_both, length), [_own(pattern, sequence), *data, *sequence.batch_masks]
+            functools.partial(_both, length), [_own(layer_mask, sequence), *data, *sequence.batch_masks]
         )
 
 
@@ -94,9 +94,9 @@ def session_factories(
     kinds: Sequence[LayerKind],
     mixers: Sequence[RecurrentMixer],
     keep_keys: KeepKeys | None,
-) -> dict[SequenceRole, SessionFactory]:
+) -> dict[LayerRole, SessionFactory]:
     """A factory for every sequence of a model with such layers and recurrent mixers."""
-    roles: list[SequenceRole] = list(dict.fromkeys(kind.role for kind in kinds if kind.role != "cross")) or ["only"]
+    roles: list[LayerRole] = list(dict.fromkeys(kind.role for kind in kinds if kind.role != "cross")) or ["only"]
     if len(roles) > 1 and isinstance(cp, ContextParallel) and cp.masks != {"": Full()}:
         raise ModelError("cp must be a mesh or a group for an encoder-decoder, whose sequences have masks of their own")
     data = _parts(cp.mask) if mixers and isinstance(cp, ContextParallel) else ()
@@ -109,28 +109,28 @@ def session_factories(
     if keep_keys not in (None, True, False, "auto"):
         raise ModelError(f"keep_keys must be True, False or 'auto', got {keep_keys!r}")
     return {
-        role: SessionFactory(cp, Counter(kind.pattern for kind in kinds if kind.role == role), keep_keys)
+        role: SessionFactory(cp, Counter(kind.layer_mask for kind in kinds if kind.role == role), keep_keys)
         for role in roles
     }
 
 
-def _own(pattern: Pattern, sequence: SequenceInputs) -> Mask:
-    """The mask of a pattern; chunks are counted from where the tokens of a row begin, as in transformers."""
-    if pattern.chunk is None or sequence.starts is None:
-        return pattern.mask
-    edges = [[*range(start % pattern.chunk, sequence.seq_len, pattern.chunk)] for start in sequence.starts]
+def _own(layer_mask: LayerMask, sequence: SequenceInputs) -> Mask:
+    """The mask of a layer; chunks are counted from where the tokens of a row begin, as in transformers."""
+    if layer_mask.chunk is None or sequence.starts is None:
+        return layer_mask.mask
+    edges = [[*range(start % layer_mask.chunk, sequence.seq_len, layer_mask.chunk)] for start in sequence.starts]
     lengths = [[b - a for a, b in pairwise(sorted({0, *row, sequence.seq_len}))] for row in edges]
     return Causal() & Documents(lengths)
 
 
-def _data(mask: Mask, pattern: Pattern, seq_len: int) -> Iterator[Mask]:
-    """The parts of a mask that are data; refuses others that hide what a pattern shows."""
+def _data(mask: Mask, layer_mask: LayerMask, seq_len: int) -> Iterator[Mask]:
+    """The parts of a mask that are data; refuses others that hide what a layer sees."""
     for part in _parts(mask):
         if isinstance(part.inner if isinstance(part, Not) else part, Documents | KeyPadding):
             yield part
-        elif _work(part & pattern.mask, seq_len) != _work(pattern.mask, seq_len, part.rows):
+        elif _work(part & layer_mask.mask, seq_len) != _work(layer_mask.mask, seq_len, part.rows):
             raise ModelError(
-                f"cp's mask has {part!r} in it, which hides keys that layers of the model see ({pattern}); give "
+                f"cp's mask has {part!r} in it, which hides keys that layers of the model see ({layer_mask}); give "
                 "Documents or KeyPadding, or a mesh instead of a session"
             )
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from attnspan.errors import ModelError
 from attnspan.integrations.huggingface.layers import is_mixing
-from attnspan.integrations.huggingface.masking import Pattern
+from attnspan.integrations.huggingface.masking import LayerMask
 from attnspan.integrations.huggingface.token_mixing import token_mixing
 from attnspan.parallel.batch import NAMED, check_one_batch
 from attnspan.parallel.checksum import checksum
@@ -103,15 +103,15 @@ def check_runs_before(path: str, module: nn.Module) -> None:
     )
 
 
-def patterns_of(mask: object, layers: Iterable[Pattern]) -> dict[Pattern, Pattern]:
+def layer_masks_of(mask: object, layers: Iterable[LayerMask]) -> dict[LayerMask, LayerMask]:
     """The masks that a decoder is given for layers, where they are not the layers' own.
 
     A layer that looks both ways by itself may be given a causal mask, which is then what it sees.
     """
-    given = [each for each in (mask.values() if isinstance(mask, Mapping) else [mask]) if isinstance(each, Pattern)]
-    found: dict[Pattern, Pattern] = {}
+    given = [each for each in (mask.values() if isinstance(mask, Mapping) else [mask]) if isinstance(each, LayerMask)]
+    found: dict[LayerMask, LayerMask] = {}
     for own in layers:
-        same = {each for each in given if each.layer == own}
+        same = {each for each in given if each.without_groups == own}
         fitting = same or {each for each in given if each.window == own.window and not own.causal}
         if len(fitting) > 1:
             raise ModelError(f"the decoder is given several masks for layers that are {own}, which is not served")

@@ -36,9 +36,9 @@ from transformers import Trainer
 
 from attnspan.assumptions import Assumption
 from attnspan.errors import ModelError
-from attnspan.integrations.huggingface.attention import BINDING
 from attnspan.integrations.huggingface.batches import Entries
 from attnspan.integrations.huggingface.enabling import Enabled, Output
+from attnspan.integrations.huggingface.layer_binding import BINDING
 from attnspan.integrations.huggingface.losses import Count
 from attnspan.transports.distributed import Distributed
 from attnspan.transports.group import transport_of
