@@ -30,11 +30,11 @@ class Engine(LLMEngine):
     all ranks together (engine/context_parallel_runner.py). `cuda_graphs` decodes by CUDA graphs
     (engine/cuda_graphs.py). Threads may share an engine of one rank (engine/call_lock.py).
 
-    Recurrent layers have `states` places for the states of samples, None for 2 x max_sequences; those that are free
-    keep snapshots for the prefix cache, one every `state_every` pages (engine/pools.py).
+    `states` is the number of recurrent states that the engine keeps, 2 x max_sequences if None. Those that no sample
+    uses are snapshots for the prefix cache, one every `state_every` pages (engine/pools.py).
 
-    With `prompt_lookup_num_tokens`, up to so many tokens that followed the last ones before are computed with them, and
-    kept as far as they are what the model chooses (engine/prompt_lookup.py).
+    `prompt_lookup_num_tokens` is the maximum number of draft tokens per step for prompt-lookup speculation. A draft
+    token is accepted if it is the one that the model chooses (engine/prompt_lookup.py).
 
     With `kv_dtype` (torch.int8 or torch.float8_e4m3fn) keys and values are stored in 8 bits (paged/quantised.py).
     """
@@ -60,13 +60,24 @@ class Engine(LLMEngine):
         prompt_lookup_num_tokens: int = 0,
         kv_dtype: torch.dtype | str | None = None,
     ) -> None:
-        sizes = (pages, page_size, host_pages, max_sequences, max_tokens, context_parallel_from)
         config = EngineConfig(
-            *sizes, prefix_cache, kernel, cuda_graphs, memory_share, states, state_every, prompt_lookup_num_tokens,
-            kv_dtype,
-        )  # fmt: skip
-        found = served_model(model, stacklevel=2, latents=not cuda_graphs)  # no kernel attends over them in a graph
-        super().__init__(found, config, mesh=mesh, tokenizer=tokenizer)
+            pages=pages,
+            page_size=page_size,
+            host_pages=host_pages,
+            max_sequences=max_sequences,
+            max_tokens=max_tokens,
+            context_parallel_from=context_parallel_from,
+            prefix_cache=prefix_cache,
+            kernel=kernel,
+            cuda_graphs=cuda_graphs,
+            memory_share=memory_share,
+            states=states,
+            state_every=state_every,
+            prompt_lookup_num_tokens=prompt_lookup_num_tokens,
+            kv_dtype=kv_dtype,
+        )
+        served = served_model(model, stacklevel=2, latents=not cuda_graphs)  # no kernel attends over them in a graph
+        super().__init__(served, config, mesh=mesh, tokenizer=tokenizer)
         self.model = model
 
 
