@@ -48,8 +48,8 @@ class ModuleAttention:
 
 @dataclass(slots=True, eq=False)
 class ModelCall:
-    """A call of a model under way: its attention, the modules in the order in which a probe saw them attend, and how
-    far the call has come."""
+    """A call of a model under way: its attention, which counts layers, and the modules in the order in which a probe
+    saw them attend."""
 
     attention: StepAttention
     order: tuple[nn.Module, ...]  # by layer number: the module that attends; some attend more than once
@@ -59,17 +59,15 @@ class ModelCall:
     logits_to_keep: Tensor | None = None  # the tokens whose logits are wanted, of a model that computes all
     used: list[str] = field(default_factory=list)  # by state number, so far: the mixer that used it
     adapters: AdapterRows | None = None  # None: no row names any
-    attended: int = 0  # how many layers have, so far
 
     def next_layer(self, module: nn.Module) -> int:
         """The number of the layer that attends now; ModelError if another module than `module` has that number."""
-        number = self.attended
+        number = self.attention.calls
         if self.order[number : number + 1] != (module,):
             raise ModelError(
                 f"{type(module).__name__} attends as number {number} of a pass, unlike when its model was probed; the "
                 "model has changed since the engine was made: make a new one"
             )
-        self.attended += 1
         return number
 
 
