@@ -78,10 +78,9 @@ class SamplingMetadata:
         self.samples = tuple([sample for sample, _, _ in rows]) if lasting else None  # of the batches that they are for
         self.made_for = vocabulary, device
         sampling = [requests[sample.request_number] for sample, _, _ in rows]
-        count = len(rows)
-        self.wants = [each.logprobs for each in sampling]
-        self.wanted = RowSelection.where([want is not None for want in self.wants], count, device)
-        self.drawn = RowSelection.where([each.options is not GREEDY for each in sampling], count, device)
+        self.logprob_counts = [each.logprobs for each in sampling]
+        self.logprob_rows = RowSelection.where([count is not None for count in self.logprob_counts], len(rows), device)
+        self.drawn = RowSelection.where([each.options is not GREEDY for each in sampling], len(rows), device)
         if self.drawn is not None:
             some = [rows[row] for row in self.drawn.places]
             self.options = SamplingTensors([sampling[row].options for row in self.drawn.places], device)
@@ -90,7 +89,7 @@ class SamplingMetadata:
             self._draft_offsets = torch.tensor([offset for _, _, offset in some], device="cpu")
             self._tokens = [sample.tokens for sample, _, _ in some]
         ruled = [(row, each.rules) for row, each in zip(rows, sampling, strict=True) if each.rules is not None]
-        self.ruled = RowSelection.where([each.rules is not None for each in sampling], count, device)
+        self.ruled = RowSelection.where([each.rules is not None for each in sampling], len(rows), device)
         if self.ruled is not None:
             keyed = [
                 LogitsRow((sample.request_number, number), sample.tokens, sample.prompt_length)
@@ -128,11 +127,11 @@ class Sampler:
             drawn = draw_tokens(metadata.drawn.read(scores), metadata.options, numbers)
             tokens = metadata.drawn.write(tokens, drawn)
         max_logit = max_score if metadata.ruled is None else logits.amax(-1)
-        if metadata.wanted is None:
+        if metadata.logprob_rows is None:
             return PendingTokens(tokens, metadata, max_score, max_logit)
-        logprobs = metadata.wanted.read(logits).log_softmax(-1)
-        own = logprobs.gather(1, metadata.wanted.read(tokens).unsqueeze(1)).flatten()
-        most = max(metadata.wants[row] or 0 for row in metadata.wanted.places)
+        logprobs = metadata.logprob_rows.read(logits).log_softmax(-1)
+        own = logprobs.gather(1, metadata.logprob_rows.read(tokens).unsqueeze(1)).flatten()
+        most = max(metadata.logprob_counts[row] or 0 for row in metadata.logprob_rows.places)
         top_values, top_tokens = logprobs.topk(min(most, logits.shape[1]), dim=-1)
         return PendingTokens(tokens, metadata, max_score, max_logit, own, top_values, top_tokens)
 
@@ -200,9 +199,9 @@ class PendingTokens:
             for row, (max_logit, max_score) in enumerate(zip(max_logits, max_scores, strict=True)):
                 if not (isfinite(max_logit) and isfinite(max_score)):
                     sampled[row] = SampledToken(None, failure=NONE_LEFT if isfinite(max_logit) else NOT_NUMBERS)
-        if metadata.wanted is not None:
-            for row, own, top_values, top_tokens in zip(metadata.wanted.places, *logprobs, strict=True):
-                want = metadata.wants[row] or 0
-                top = dict(zip(top_tokens[:want], top_values[:want], strict=True))
+        if metadata.logprob_rows is not None:
+            for row, own, top_values, top_tokens in zip(metadata.logprob_rows.places, *logprobs, strict=True):
+                count = metadata.logprob_counts[row] or 0
+                top = dict(zip(top_tokens[:count], top_values[:count], strict=True))
                 sampled[row] = sampled[row]._replace(logprob=own, top=top)
         return sampled
