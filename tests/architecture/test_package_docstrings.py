@@ -25,5 +25,5 @@ def test_a_package_names_its_files(package):
 
 
 def test_twin_a_file_that_no_docstring_names_is_found():
-    assert "core.py" in unnamed("    sdpa.py    a block (handler.py: its calls)", ROOT / "parallel")
+    assert "session_spec.py" in unnamed("    sdpa.py    a block (handler.py: its calls)", ROOT / "parallel")
     assert "sdpa.py" not in unnamed("    sdpa.py    a block (handler.py: its calls)", ROOT / "parallel")

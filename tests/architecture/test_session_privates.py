@@ -1,7 +1,7 @@
 """What a class of `parallel` keeps to itself is used in its own file alone.
 
-The parts of a session share its core (parallel/core.py); nobody reaches into a session's underscore names, nor into
-those of its parts. The sources are read, not run.
+The parts of a session share its spec (parallel/session_spec.py); nobody reaches into the underscore names of a session,
+nor into those of its parts. The sources are read, not run.
 """
 
 import ast
@@ -57,7 +57,7 @@ OWNED = {name for file in sources(OWNERS) for name in privates(file.read_text())
 @pytest.mark.parametrize("part", READERS)
 def test_nobody_reaches_into_a_session_or_its_parts(part):
     found = [f"{file.relative_to(ROOT)} {use}" for file in sources(part) for use in reaches(file.read_text(), OWNED)]
-    assert not found, "use what the session or its core offers:\n" + "\n".join(found)
+    assert not found, "use what the session or its spec offers:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_twin_a_reach_into_a_session_is_found(use):
     assert list(reaches(f"def part(session, cp, other):\n    return {use}\n", OWNED))
 
 
-@pytest.mark.parametrize("use", ["self._moves", "session.core", "torch._C", "session.__dict__"])
+@pytest.mark.parametrize("use", ["self._moves", "session.spec", "torch._C", "session.__dict__"])
 def test_twin_other_underscores_are_let_pass(use):
     assert not list(reaches(f"def part(self, session):\n    return {use}\n", OWNED))
 

@@ -8,8 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from attnspan.errors import AttentionError
 from attnspan.layouts import Balanced, HeadTail
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
-from attnspan.parallel import ContextParallel
-from attnspan.parallel import core as core_module
+from attnspan.parallel import ContextParallel, session_spec
 from attnspan.parallel import family as family_module
 from attnspan.testing import loopback
 from tests.parallel.model import Dense, Llama
@@ -132,8 +131,8 @@ def test_asking_again_neither_lays_out_nor_plans_again(monkeypatch):
     def rank(world):
         cp = ContextParallel(world, seq_len=S, mask=Causal())
         made = cp.with_mask(packed(PACKS[1]))
-        monkeypatch.delattr(core_module, "Plan")
-        monkeypatch.delattr(core_module, "Sharding")
+        monkeypatch.delattr(session_spec, "Plan")
+        monkeypatch.delattr(session_spec, "Sharding")
         assert cp.with_mask(packed(PACKS[1])) is made
         with pytest.raises(NameError):  # twin: a new one needs them
             cp.with_mask(packed(PACKS[2]))

@@ -1,7 +1,7 @@
 """`ContextParallel`, the session of a training script, and the ways in which a model's attention reaches it.
 
     session.py                ContextParallel (family.py: sessions made from one another by with_mask)
-    core.py                   what the parts of a session share: ranks, masks, options
+    session_spec.py           what the parts of a session share: ranks, masks, options
     attentions.py             its attentions, by mask and score_mod (soft_cap.py: one such score_mod)
     run_attention.py          the call of one of them (dtensors.py: on DTensors)
     recurrences.py            its recurrences

@@ -173,9 +173,9 @@ class Attachment:
             self._hook.remove()
         self._installed()
         self.live, self._wrapped = False, {}
-        by_core = {session.core: session for session in self._sessions}
-        for region, core in regions_of(by_core):
-            self._first.setdefault(region, by_core[core])
+        by_core = {session.spec: session for session in self._sessions}
+        for region, spec in regions_of(by_core):
+            self._first.setdefault(region, by_core[spec])
             if region not in self._notified:
                 self._notify(region)
 
@@ -227,7 +227,7 @@ def attach(
     """See `ContextParallel.attach`; `run_forward` runs the forward of the model itself, inside its block."""
     if not isinstance(model, nn.Module):
         raise AttentionError(f"model must be a module, got {type(model).__name__}")
-    masks = modules_to_attach(session.core, model, modules, mask)
+    masks = modules_to_attach(session.spec, model, modules, mask)
     for module in masks:
         check_free(module)
     return Attachment(session, model, masks, flex, run_forward)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from attnspan.errors import AttentionError
-from attnspan.parallel.core import Core
+from attnspan.parallel.session_spec import SessionSpec
 
 ModulePatterns = nn.Module | str | Iterable[nn.Module | str] | Mapping[str, str]
 """Modules, or patterns for their names; with masks, patterns to names of masks."""
@@ -25,22 +25,22 @@ WILD = frozenset("*?[")
 
 
 def modules_to_attach(
-    core: Core, model: nn.Module, modules: ModulePatterns | None, mask: str | None
+    spec: SessionSpec, model: nn.Module, modules: ModulePatterns | None, mask: str | None
 ) -> dict[nn.Module, str | None]:
     """The modules to attach, each with the name of its mask; None where attention is refused."""
     if modules is not None and not isinstance(modules, Mapping):
         wanted = [modules] if isinstance(modules, nn.Module | str) else list(modules)
-        return dict.fromkeys(_matching(model, wanted), core.mask_name(mask))
-    refused = modules is not None and mask is None and len(core.masks) > 1  # all that no pattern fits
-    rest = None if refused else core.mask_name(mask)
-    return dict(_inherited(model, rest, _claimed(core, model, modules or {})))
+        return dict.fromkeys(_matching(model, wanted), spec.mask_name(mask))
+    refused = modules is not None and mask is None and len(spec.masks) > 1  # all that no pattern fits
+    rest = None if refused else spec.mask_name(mask)
+    return dict(_inherited(model, rest, _claimed(spec, model, modules or {})))
 
 
-def _claimed(core: Core, model: nn.Module, patterns: Mapping[str, str]) -> dict[nn.Module, str]:
+def _claimed(spec: SessionSpec, model: nn.Module, patterns: Mapping[str, str]) -> dict[nn.Module, str]:
     """The outermost modules that each pattern matches, with the name of its mask; plain names override patterns."""
     by_kind: tuple[dict[nn.Module, str], dict[nn.Module, str]] = {}, {}
     for pattern, mask in patterns.items():
-        name, claims = core.mask_name(mask), by_kind[not WILD.intersection(pattern)]
+        name, claims = spec.mask_name(mask), by_kind[not WILD.intersection(pattern)]
         for module in _outermost(_matching(model, [pattern])):
             if claims.setdefault(module, name) != name:
                 raise AttentionError(

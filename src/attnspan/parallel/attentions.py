@@ -37,12 +37,12 @@ from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
 from attnspan.parallel.block_masks import ReadBlockMask
 from attnspan.parallel.call_args import FlexArgs
-from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_dtensor
 from attnspan.parallel.flex_checks import check_filled, check_lengths, check_single
 from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
 from attnspan.parallel.run_attention import run_attention
+from attnspan.parallel.session_spec import SessionSpec
 from attnspan.plan import Hardware, Plan, RecurrentLayers, Shape
 from attnspan.plan.choose import choice_for
 from attnspan.plan.drawing import in_seconds
@@ -66,9 +66,9 @@ class BoundAttention(AttentionCallable):
     every call.
     """
 
-    def __init__(self, core: Core, attend: Attention, score_mod: ScoreFunction | None = None):
-        self.core, self.score_mod, self.scale = core, score_mod, attend.bound.scale
-        self.attention, self.by_entry = attend, guarded(attend, guards_of(core))
+    def __init__(self, spec: SessionSpec, attend: Attention, score_mod: ScoreFunction | None = None):
+        self.spec, self.score_mod, self.scale = spec, score_mod, attend.bound.scale
+        self.attention, self.by_entry = attend, guarded(attend, guards_of(spec))
         self.captured = attend.captured
 
     @property
@@ -84,7 +84,7 @@ class BoundAttention(AttentionCallable):
     def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse) of the inputs, which may be DTensors."""
         check_single(self.mask, inputs.query)
-        return run_attention(self.core, self.attention, inputs, expand)
+        return run_attention(self.spec, self.attention, inputs, expand)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"
@@ -94,9 +94,9 @@ class BoundAttention(AttentionCallable):
 class Attentions:
     """The attentions of a session: `named` ones of its masks, and cached ones of other masks and score_mods."""
 
-    def __init__(self, core: Core):
-        self.core = core
-        self.named = {name: core.attention(mask) for name, mask in core.masks.items()}
+    def __init__(self, spec: SessionSpec):
+        self.spec = spec
+        self.named = {name: spec.bind_attention(mask) for name, mask in spec.masks.items()}
         self.uses, self.past = Uses(), PastUses(OTHERS)
         self._attends: OrderedDict[object, Attention] = OrderedDict()
         self._masks: OrderedDict[int, ReadBlockMask] = OrderedDict()
@@ -110,12 +110,12 @@ class Attentions:
             raise AttentionError("under torch.compile, call cp.attention_for(...) outside and use its result inside")
         if isinstance(wanted, BoundAttention):
             raise AttentionError(f"mask is an attention already: {wanted!r}")
-        self.core.check_scale(scale)
-        own, mask = self._mask(self.core.mask_name(None) if wanted is None else wanted, None)
+        self.spec.check_scale(scale)
+        own, mask = self._mask(self.spec.mask_name(None) if wanted is None else wanted, None)
         score = None if score_mod is None else self._score(score_mod, DTYPES)
         attend = self._attention(own, mask, score, scale).variant(watched=mask)
         attend.captured = Captured([], []) if score is None else score.captured  # not those of an equal score_mod
-        return BoundAttention(self.core, attend, score_mod)
+        return BoundAttention(self.spec, attend, score_mod)
 
     @property
     def latest_shapes(self) -> dict[str, Shape]:
@@ -131,7 +131,7 @@ class Attentions:
     def report(self) -> Report:
         """How often each ran, in words and bytes."""
         uses = {name: attend.bound.uses for name, attend in self.named.items()}
-        return report(self.core.rank, self.core.ranks, {**uses, OTHERS: self.uses}, self.past, self._machine)
+        return report(self.spec.rank, self.spec.ranks, {**uses, OTHERS: self.uses}, self.past, self._machine)
 
     def explain(self, name: str, recurrent: Sequence[RecurrentLayers] = ()) -> str:
         """See `ContextParallel.explain`."""
@@ -152,14 +152,14 @@ class Attentions:
 
     def hardware(self, shape: Shape) -> Hardware:
         """The hardware that predictions use; on virtual ranks a preset."""
-        transport = self.core.transport
+        transport = self.spec.transport
         known = known_tuning(transport) or NO_TUNING
         found = self._machine.hardware(shape)
-        return found or hardware_for(known, shape, transport.device, self.core.options.kernel)
+        return found or hardware_for(known, shape, transport.device, self.spec.options.kernel)
 
     @property
     def _machine(self) -> Machine:
-        transport, kernel = self.core.transport, self.core.options.kernel
+        transport, kernel = self.spec.transport, self.spec.options.kernel
         return Machine(partial(machine_here, transport, kernel=kernel), rounds(kernel, transport.device))
 
     def reset(self) -> None:
@@ -172,13 +172,13 @@ class Attentions:
     def shard(self, block_mask: BlockMask | Mask) -> BlockMask:
         """This rank's rows of a BlockMask, against all keys in order."""
         size: tuple[int, int] = (128, 128)
-        device = self.core.transport.device
+        device = self.spec.transport.device
         if isinstance(block_mask, BlockMask):
             size, device = block_mask.BLOCK_SIZE, block_mask.kv_indices.device
         _, mask = self._mask(block_mask, None)
-        check_filled(self.core.sharding.sizes)
-        plan = Plan(mask, self.core.layout, self.core.seq_len, "gather")
-        return local_block_mask(plan, self.core.rank, block_size=size, device=device)
+        check_filled(self.spec.sharding.sizes)
+        plan = Plan(mask, self.spec.layout, self.spec.seq_len, "gather")
+        return local_block_mask(plan, self.spec.rank, block_size=size, device=device)
 
     # ---- attentions ----------------------------------------------------------------------------------------------
 
@@ -199,9 +199,9 @@ class Attentions:
         key = mask, score, scale
         if key not in self._attends:
             uses = self.uses if own is None else self.named[own].bound.uses
-            attend = self.core.attention(mask).variant(score=score, scale=scale, uses=uses, watched=None)
+            attend = self.spec.bind_attention(mask).variant(score=score, scale=scale, uses=uses, watched=None)
             _keep(self._attends, key, attend)
-            self.past = self.past.settled(self.uses, self.core.rank, self._machine, MAX_KEPT)
+            self.past = self.past.settled(self.uses, self.spec.rank, self._machine, MAX_KEPT)
         self._attends.move_to_end(key)
         return self._attends[key]
 
@@ -210,7 +210,7 @@ class Attentions:
         read = fingerprint(score_mod)  # before it runs, and perhaps changes something
         key = (read, dtypes)
         if key not in self._scores:
-            score = Score(score_mod, self.core.transport.device, dtypes)
+            score = Score(score_mod, self.spec.transport.device, dtypes)
             if read is None or score.reads_values:
                 return score
             _keep(self._scores, key, score)
@@ -221,13 +221,13 @@ class Attentions:
 
     def _mask(self, block_mask: object, name: str | None) -> tuple[str | None, Mask]:
         """The mask that a block_mask stands for, and its name if it is one of the session's."""
-        core, masks = self.core, self.core.masks
+        spec, masks = self.spec, self.spec.masks
         if block_mask is None:
             return self._everything(name)
         if isinstance(block_mask, str):
-            return core.mask_name(block_mask), masks[core.mask_name(block_mask)]
+            return spec.mask_name(block_mask), masks[spec.mask_name(block_mask)]
         if isinstance(block_mask, Mask):
-            block_mask.check_lengths(core.seq_len)
+            block_mask.check_lengths(spec.seq_len)
             return next((own for own, mask in masks.items() if mask == block_mask), None), block_mask
         if isinstance(block_mask, BlockMask):
             return None, self._read(block_mask)
@@ -238,7 +238,7 @@ class Attentions:
 
     def _everything(self, name: str | None) -> tuple[str, Mask]:
         """The full mask of the session: flex_attention without a block_mask attends to everything."""
-        masks = self.core.masks
+        masks = self.spec.masks
         known = masks if name is None else {name: masks[name]}
         full = next((own for own, mask in known.items() if mask == Full()), None)
         if full is None:
@@ -252,7 +252,7 @@ class Attentions:
 
     def _read(self, block_mask: BlockMask) -> Mask:
         """The mask of a BlockMask, read again if that has changed. See [Note: time of asking]."""
-        check_lengths(block_mask, self.core)
+        check_lengths(block_mask, self.spec)
         key = id(block_mask)
         if key not in self._masks or not self._masks[key].is_current:
             _keep(self._masks, key, ReadBlockMask(block_mask))

@@ -35,9 +35,9 @@ from attnspan.layouts import Layout
 from attnspan.parallel.attached_forward import is_attached
 from attnspan.parallel.batch import IGNORED
 from attnspan.parallel.comparison import Comparison, Difference, ModuleCall, gradient_errors, severity
-from attnspan.parallel.core import Masks
 from attnspan.parallel.dense_attention import one_device
 from attnspan.parallel.session import ContextParallel
+from attnspan.parallel.session_spec import Masks
 from attnspan.plan import Strategy
 from attnspan.plan.drawing import table
 from attnspan.transports.group import Group

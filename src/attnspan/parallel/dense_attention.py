@@ -14,8 +14,8 @@ from attnspan.attention.pass_timer import PassTimer
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.layouts import Contiguous
-from attnspan.parallel.core import Masks
 from attnspan.parallel.session import ContextParallel
+from attnspan.parallel.session_spec import Masks
 from attnspan.plan import Plan
 from attnspan.transports import Transport
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing DTensor takes as long as all of this package: onl
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-    from attnspan.parallel.core import Core
+    from attnspan.parallel.session_spec import SessionSpec
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -49,13 +49,13 @@ def is_split(tensor: Tensor) -> bool:
     )
 
 
-def check_dtensors(core: Core, tensors: tuple[Tensor, ...], sharded: list[DTensor]) -> None:
+def check_dtensors(spec: SessionSpec, tensors: tuple[Tensor, ...], sharded: list[DTensor]) -> None:
     """Refuse DTensors beside plain tensors, and DTensors that do not hold the session's shards."""
     if len(sharded) < len(tensors):
         kinds = ", ".join(type(x).__name__ for x in tensors)
         raise AttentionError(f"query, key and value must all be DTensors or all plain tensors, got {kinds}")
     for name, x in zip(("query", "key", "value"), sharded, strict=True):
-        _check(core, name, x)
+        _check(spec, name, x)
     if len({(x.device_mesh, x.placements) for x in sharded}) > 1:
         placed = ", ".join(str(x.placements) for x in sharded)
         raise AttentionError(f"query, key and value must have one mesh and the same placements, got {placed}")
@@ -69,10 +69,10 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _check(core: Core, name: str, tensor: DTensor) -> None:
+def _check(spec: SessionSpec, name: str, tensor: DTensor) -> None:
     """Refuse a DTensor whose placements are not those of the session's shards."""
     for axis, placement in enumerate(tensor.placements):
-        ours = is_ours(core, tensor.device_mesh, axis)
+        ours = is_ours(spec, tensor.device_mesh, axis)
         if ours and not placement.is_shard(SEQ):
             raise AttentionError(f"{name} must be sharded on dim {SEQ} over the session's ranks, got {placement}")
         if not ours and not (placement.is_replicate() or placement.is_shard(0) or placement.is_shard(1)):
@@ -80,32 +80,32 @@ def _check(core: Core, name: str, tensor: DTensor) -> None:
                 f"{name} must be replicated, or sharded on batch or heads, over other mesh axes, got {placement} on "
                 f"axis {axis}"
             )
-    check_sizes(core)
+    check_sizes(spec)
 
 
-def is_ours(core: Core, mesh: DeviceMesh, axis: int) -> bool:
+def is_ours(spec: SessionSpec, mesh: DeviceMesh, axis: int) -> bool:
     """Whether the ranks along an axis of a mesh are the session's."""
-    transport = core.transport
+    transport = spec.transport
     if not isinstance(transport, Distributed):
         raise AttentionError("DTensors need a process group; the session's ranks are virtual")
     return dist.get_process_group_ranks(mesh.get_group(axis)) == dist.get_process_group_ranks(transport.group)
 
 
-def check_sizes(core: Core) -> None:
+def check_sizes(spec: SessionSpec) -> None:
     """Refuse a layout that deals other numbers of tokens than DTensor's chunks have. See [Note: order]."""
-    found, each = core.sharding.sizes, -(-core.seq_len // core.ranks)
-    chunks = [max(0, min(each, core.seq_len - rank * each)) for rank in range(core.ranks)]
+    found, each = spec.sharding.sizes, -(-spec.seq_len // spec.ranks)
+    chunks = [max(0, min(each, spec.seq_len - rank * each)) for rank in range(spec.ranks)]
     if found != chunks:
         raise AttentionError(
-            f"a DTensor of {core.seq_len} tokens has {chunks} on its ranks, the session's layout {found}; use plain "
-            f"tensors, or a seq_len that is a multiple of {core.ranks} and a layout that deals tokens evenly"
+            f"a DTensor of {spec.seq_len} tokens has {chunks} on its ranks, the session's layout {found}; use plain "
+            f"tensors, or a seq_len that is a multiple of {spec.ranks} and a layout that deals tokens evenly"
         )
 
 
-def sequence_dim(core: Core, tensor: DTensor) -> int | None:
+def sequence_dim(spec: SessionSpec, tensor: DTensor) -> int | None:
     """The dim that a DTensor is sharded on over the session's ranks; None if it is replicated there."""
     for axis, placement in enumerate(tensor.placements):
-        if is_ours(core, tensor.device_mesh, axis):
+        if is_ours(spec, tensor.device_mesh, axis):
             return sharded_dim(placement)
     return None
 

@@ -43,13 +43,13 @@ def flex_attention(
     attentions: Attentions, args: FlexArgs, name: str | None = None, entry: Entry = "eager"
 ) -> FlexResult:
     """flex_attention of a session. `name` is the mask that a block was opened for, if it was."""
-    core, block_mask = attentions.core, args.block_mask
-    check_args(args, core)
+    spec, block_mask = attentions.spec, args.block_mask
+    check_args(args, spec)
     if isinstance(block_mask, BoundAttention):
-        check_bound(block_mask, args, core)
+        check_bound(block_mask, args, spec)
         attend, captured = block_mask.by_entry[entry], block_mask.captured.for_query(args.query)
     else:
-        core.check_scale(args.scale)
+        spec.check_scale(args.scale)
         if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two
             torch._dynamo.graph_break(msg=UNBOUND)
         elif torch.compiler.is_compiling():
@@ -58,7 +58,7 @@ def flex_attention(
     check_single(attend.plan.mask, args.query)
     if captured or attend.plan.mask.heads > 1 or attend.bound.score is not None:
         check_unsplit(args)
-    out, lse = run_attention(core, attend, Inputs(*args[:3], None, captured, args.wants_lse))
+    out, lse = run_attention(spec, attend, Inputs(*args[:3], None, captured, args.wants_lse))
     if args.return_aux is not None:
         return out, AuxOutput(lse=lse if args.return_aux.lse else None, max_scores=None)
     return (out, lse) if args.return_lse else out

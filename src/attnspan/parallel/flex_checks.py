@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from attnspan.errors import AttentionError, ShardError
 from attnspan.masks import Mask
 from attnspan.parallel.call_args import FlexArgs
-from attnspan.parallel.core import Core
 from attnspan.parallel.dtensors import is_split
+from attnspan.parallel.session_spec import SessionSpec
 
 if TYPE_CHECKING:
     from attnspan.parallel.attentions import BoundAttention
@@ -25,12 +25,12 @@ USUAL = {"BACKEND": "AUTO", "PRESCALE_QK": False, "WRITE_DQ": True, "FORCE_USE_F
 """Options with their default values."""
 
 
-def check_args(args: FlexArgs, core: Core) -> None:
+def check_args(args: FlexArgs, spec: SessionSpec) -> None:
     """Refuse unsupported arguments."""
     query, key, value = args[:3]
     if not torch.compiler.is_compiling():
         for tensor in (query, key, value):
-            core.sharding.check_mark(tensor)
+            spec.sharding.check_mark(tensor)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise AttentionError(
             "query, key and value must be (batch, heads, tokens, head dim), got shapes "
@@ -61,8 +61,8 @@ def _check_options(options: Mapping[str, object]) -> None:
             )
 
 
-def check_bound(known: BoundAttention, args: FlexArgs, core: Core) -> None:
-    if known.core is not core:
+def check_bound(known: BoundAttention, args: FlexArgs, spec: SessionSpec) -> None:
+    if known.spec is not spec:
         raise AttentionError(
             "block_mask is an attention of another session; ask for it by the session that sharded the tensors"
         )
@@ -78,12 +78,12 @@ def check_bound(known: BoundAttention, args: FlexArgs, core: Core) -> None:
             )
 
 
-def check_lengths(block_mask: BlockMask, core: Core) -> None:
-    wanted, tokens = (core.seq_len, core.seq_len), core.sharding.tokens
+def check_lengths(block_mask: BlockMask, spec: SessionSpec) -> None:
+    wanted, tokens = (spec.seq_len, spec.seq_len), spec.sharding.tokens
     lengths = tuple(block_mask.seq_lengths)
     if lengths == wanted:
         return
-    if lengths in ((tokens, core.seq_len), (tokens, tokens)):
+    if lengths in ((tokens, spec.seq_len), (tokens, tokens)):
         raise AttentionError(
             f"block_mask must be that of the whole sequence, of lengths {wanted}, got {lengths}: a rank's part "
             "of it; pass the one that it was made from, and leave the rest to the session"

@@ -23,26 +23,26 @@ from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions
 
 if TYPE_CHECKING:
-    from attnspan.parallel.core import Core
+    from attnspan.parallel.session_spec import SessionSpec
 
 Entry = Literal["eager", "compiled_with_block", "compiled_in_block"]
 
 Guards = Mapping[Entry, Callable[[], None]]
 """The check before a call, by its way of entry."""
 
-_USED: WeakKeyDictionary[object, WeakSet[Core]] = WeakKeyDictionary()  # of each region's first run
+_USED: WeakKeyDictionary[object, WeakSet[SessionSpec]] = WeakKeyDictionary()  # of each region's first run
 
 
-def guards_of(core: Core) -> Guards:
+def guards_of(spec: SessionSpec) -> Guards:
     """The checks of a session. See [Note: ways of entry]."""
 
     def both(grad_enabled: bool = True) -> None:
         check_block(grad_enabled)
-        check_session(core)
+        check_session(spec)
 
     return {
         "eager": lambda: both(torch.is_grad_enabled()),
-        "compiled_with_block": lambda: check_session(core),
+        "compiled_with_block": lambda: check_session(spec),
         "compiled_in_block": both,
     }
 
@@ -61,22 +61,22 @@ def check_block(grad_enabled: bool = True) -> None:
         )
 
 
-def check_session(core: Core) -> None:
+def check_session(spec: SessionSpec) -> None:
     """Refuse a second run of a checkpointed region with another session than the first."""
     for region in checkpoint_regions.regions():
         if region.name is None:
             continue
         used = _USED.setdefault(region.name, WeakSet())
         if not region.recomputing:
-            used.add(core)
-        elif core not in used:
+            used.add(spec)
+        elif spec not in used:
             raise AttentionError(
                 "a checkpointed region runs again with another session than the first time: run backward before "
                 "the next batch's session is used"
             )
 
 
-def regions_of(cores: Collection[Core]) -> list[tuple[object, Core]]:
-    """The regions that are alive and in which one of these sessions attended, each with that session's core."""
+def regions_of(specs: Collection[SessionSpec]) -> list[tuple[object, SessionSpec]]:
+    """The regions that are alive and in which one of these sessions attended, each with that session's spec."""
     alive = [(region, _USED.get(region)) for ref in _USED.keyrefs() if (region := ref()) is not None]
-    return [(region, used) for region, all_used in alive for used in all_used or () if used in cores]
+    return [(region, used) for region, all_used in alive for used in all_used or () if used in specs]

@@ -52,11 +52,11 @@ class SessionHandler(Handler):
     """A session's attention. SDPA uses the mask called `name`; with None, it is refused."""
 
     def __init__(self, attentions: Attentions, name: str | None, guards: Guards | None = None):
-        self.core, self.attentions, self.name = attentions.core, attentions, name
-        self.guards = guards_of(self.core) if guards is None else guards
+        self.spec, self.attentions, self.name = attentions.spec, attentions, name
+        self.guards = guards_of(self.spec) if guards is None else guards
         if name is not None:
             attend = attentions.named[name]
-            self.by_entry, self.sdpa_checks = guarded(attend, self.guards), SdpaChecks(self.core, attend.plan)
+            self.by_entry, self.sdpa_checks = guarded(attend, self.guards), SdpaChecks(self.spec, attend.plan)
             self._scaled: dict[float, Attention] = {}
 
     def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
@@ -67,7 +67,7 @@ class SessionHandler(Handler):
     def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
         """SDPA under the mask of this handler."""
         if self.name is None:
-            names = " or ".join(f"mask={name!r}" for name in self.core.masks)
+            names = " or ".join(f"mask={name!r}" for name in self.spec.masks)
             raise AttentionError(f"F.scaled_dot_product_attention has no mask inside this cp.flex(); give it {names}")
         attend = self._eager_attention(args) if entry == "eager" else self._compiled_attention(entry, args)
         return self._run(attend, args)
@@ -85,7 +85,7 @@ class SessionHandler(Handler):
     def _eager_attention(self, args: SdpaArgs) -> Attention:
         """The attention for a call in eager code, whose tensors and arguments are checked."""
         for tensor in args[:3]:
-            self.core.sharding.check_mark(tensor)
+            self.spec.sharding.check_mark(tensor)
         attend = self.by_entry["eager"] if self.sdpa_checks.has_usual_scale(args) else self._with_scale(args)
         try:
             self.check_sdpa(args)
@@ -103,7 +103,7 @@ class SessionHandler(Handler):
     def _run(self, attend: Attention, args: SdpaArgs) -> Tensor:
         query, key, value = args[:3]
         if query.dim() == 4:
-            return run_attention(self.core, attend, Inputs(query, key, value, dropout_p=args.dropout_p))[0]
+            return run_attention(self.spec, attend, Inputs(query, key, value, dropout_p=args.dropout_p))[0]
         out, _ = attend.run(Inputs(as_4d(query), as_4d(key), as_4d(value), dropout_p=args.dropout_p))
         return out.reshape(*query.shape[:-1], value.shape[-1])
 

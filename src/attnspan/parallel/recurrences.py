@@ -24,9 +24,9 @@ from attnspan.dtypes import dtype_name, dtype_or_type
 from attnspan.errors import MaskError, RecurrenceError, ShardError, integer, one_of
 from attnspan.layouts import Run
 from attnspan.masks.borders import borders
-from attnspan.parallel.core import Core
 from attnspan.parallel.moves import GatheredTokens, Moves, before
 from attnspan.parallel.report import RecurrenceUse
+from attnspan.parallel.session_spec import SessionSpec
 from attnspan.plan import RecurrentLayers
 from attnspan.plan.recurrent import RecurrentForecast
 from attnspan.recurrence import Affine, Recurrence, Rule, Stretches, TestedFunctions
@@ -46,8 +46,8 @@ MUCH, LONG = 1.0, 4096
 class Recurrences:
     """Recurrent layers and convolutions along the sequence of a session."""
 
-    def __init__(self, core: Core):
-        self.core = core
+    def __init__(self, spec: SessionSpec):
+        self.spec = spec
         self.uses: dict[str, RecurrenceUse] = {}
         self._layers: dict[str, RecurrentLayers] = {}
         self._halos: dict[int, Moves] = {}
@@ -58,15 +58,15 @@ class Recurrences:
     @cached_property
     def recurrence(self) -> Recurrence:
         """The stretches of all ranks, and what this one does."""
-        core = self.core
+        spec = self.spec
         with torch.inference_mode(False):  # made anywhere, used anywhere
-            found = Stretches.of(core.layout, core.seq_len, borders(core.masks.values(), core.seq_len))
-        return Recurrence(found, core.transport)
+            found = Stretches.of(spec.layout, spec.seq_len, borders(spec.masks.values(), spec.seq_len))
+        return Recurrence(found, spec.transport)
 
     @property
     def stretches(self) -> list[list[Run]]:
         """This rank's stretches, by batch row."""
-        return self.recurrence.stretches.on(self.core.rank)
+        return self.recurrence.stretches.on(self.spec.rank)
 
     # ---- recurrences -----------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Recurrences:
         except MaskError as refusal:
             said = RecurrenceError(str(refusal))
         untested = isinstance(said, str) and isinstance(rule, Affine) and rule not in self._tested
-        name = self.core.sharding.agree("recurrence", said, again=untested)
+        name = self.spec.sharding.agree("recurrence", said, again=untested)
         if isinstance(rule, Affine):
             self._tested.add(rule)
         self._warn(rule)
@@ -100,7 +100,7 @@ class Recurrences:
 
     def _gathered(self, ends: Tensor, name: str) -> Tensor:
         """All documents' final states, from those of the documents that end on each rank."""
-        recurrence, transport = self.recurrence, self.core.transport
+        recurrence, transport = self.recurrence, self.spec.transport
         sizes = [len(each) for each in recurrence.last]
         every: Tensor = GatheredTokens.apply(ends.contiguous(), transport, sizes, f"final states of {name}")
         order = torch.cat(recurrence.last).argsort().to(every.device)
@@ -109,7 +109,7 @@ class Recurrences:
     def _check(self, rule: Rule, initial: Tensor | None) -> None:
         if not isinstance(rule, Rule):
             raise RecurrenceError(f"rule must be one such as GatedDelta(query, key, ...), got {type(rule).__name__}")
-        core, sizes = self.core, rule.sizes
+        spec, sizes = self.spec, rule.sizes
         if not (initial is None or isinstance(initial, Tensor)):
             raise RecurrenceError(f"initial_state must be a tensor, or None for zeros, got {type(initial).__name__}")
         check_untransformed("recurrence", *rule.tensors.values(), initial, error=RecurrenceError)
@@ -118,17 +118,17 @@ class Recurrences:
         for name, tensor in tensors.items():
             if hasattr(tensor, "to_local"):
                 raise RecurrenceError(f"{name} must be a plain tensor, got a DTensor; pass its to_local()")
-            if tensor.device != core.transport.device:
+            if tensor.device != spec.transport.device:
                 raise RecurrenceError(
-                    f"{name} must be on {core.transport.device}, where the group is, got {tensor.device}"
+                    f"{name} must be on {spec.transport.device}, where the group is, got {tensor.device}"
                 )
             if not torch.compiler.is_compiling():
-                core.sharding.check_mark(tensor)
-        first, tokens = next(iter(rule.tensors)), core.sharding.tokens
+                spec.sharding.check_mark(tensor)
+        first, tokens = next(iter(rule.tensors)), spec.sharding.tokens
         if sizes["S"] != tokens:
-            hint = "; these are whole, and were never sharded" if sizes["S"] == core.seq_len else ""
+            hint = "; these are whole, and were never sharded" if sizes["S"] == spec.seq_len else ""
             raise RecurrenceError(
-                f"{first} must have this rank's {tokens} of {core.seq_len} tokens, got {sizes['S']}{hint}"
+                f"{first} must have this rank's {tokens} of {spec.seq_len} tokens, got {sizes['S']}{hint}"
             )
         if stretches.rows not in (1, sizes["B"]):
             raise RecurrenceError(f"{first} must have the {stretches.rows} batch rows of the session, got {sizes['B']}")
@@ -178,23 +178,23 @@ class Recurrences:
         if str(rule) in self._checked:
             return
         self._checked.add(str(rule))
-        core, own, stretches = self.core, len(self.recurrence.plan.own), self.recurrence.stretches
+        spec, own, stretches = self.spec, len(self.recurrence.plan.own), self.recurrence.stretches
         maps = sum(there for there, _ in self.recurrence.traffic(rule))
-        gathered = (core.ranks - 1) * sum(x.nbytes for x in rule.tensors.values())
+        gathered = (spec.ranks - 1) * sum(x.nbytes for x in rule.tensors.values())
         said = []
         if maps > max(gathered, ENOUGH):
             said.append(
                 f"sends {maps / 2**20:.1f} MiB of their maps in a forward pass; sending all tokens to all ranks would "
                 f"take {gathered / 2**20:.1f} MiB"
             )
-        extra = RecurrentForecast(_planned(rule), stretches, core.ranks).extra if isinstance(rule, LinearRule) else 0.0
-        if extra > MUCH and core.seq_len * stretches.rows >= LONG:
+        extra = RecurrentForecast(_planned(rule), stretches, spec.ranks).extra if isinstance(rule, LinearRule) else 0.0
+        if extra > MUCH and spec.seq_len * stretches.rows >= LONG:
             said.append(f"computes {extra:.1f} times as much for maps as one device does for all tokens")
         if said:
             warnings.warn(
-                f"{type(rule).__name__}: this rank holds {core.sharding.tokens} tokens in {own} runs, and "
-                f"{', and '.join(said)}. Use a layout of few long runs: Contiguous(ranks={core.ranks}), "
-                f"HeadTail(ranks={core.ranks}), or Balanced with most_runs=2",
+                f"{type(rule).__name__}: this rank holds {spec.sharding.tokens} tokens in {own} runs, and "
+                f"{', and '.join(said)}. Use a layout of few long runs: Contiguous(ranks={spec.ranks}), "
+                f"HeadTail(ranks={spec.ranks}), or Balanced with most_runs=2",
                 stacklevel=4,
             )
 
@@ -204,7 +204,7 @@ class Recurrences:
     def halo(self, tensor: Tensor, left: int, dim: int, batch_dim: int) -> Tensor:
         """The tokens before each stretch, `left` of them."""
         left = integer("left", left, at_least=1, error=ShardError)
-        return self.core.sharding.moved(tensor, dim, batch_dim, self._halo(left), 0)
+        return self.spec.sharding.moved(tensor, dim, batch_dim, self._halo(left), 0)
 
     @torch._disable_dynamo  # agreements, exchanges and plans are not for compiled code
     def conv1d(self, tensor: Tensor, conv: Convolution) -> Tensor:
@@ -212,10 +212,10 @@ class Recurrences:
         rows = self.recurrence.stretches.rows
         said: str | ShardError | RecurrenceError
         try:
-            said = f"conv1d {conv.checked(tensor)}, of {self.core.sharding.described_shard(tensor, conv.dim, 0, rows)}"
+            said = f"conv1d {conv.checked(tensor)}, of {self.spec.sharding.described_shard(tensor, conv.dim, 0, rows)}"
         except ShardError as refusal:
             said = refusal
-        self.core.sharding.agree("conv1d", said)
+        self.spec.sharding.agree("conv1d", said)
         weight = conv.weight.flatten(1)
         left = weight.shape[1] - 1
         parts = [tensor, self.halo(tensor, left, conv.dim, 0)] if left else [tensor]
@@ -234,8 +234,8 @@ class Recurrences:
 
     def _halo(self, left: int) -> Moves:
         if left not in self._halos:
-            core = self.core
-            self._halos[left] = before(self.recurrence.stretches, core.layout, core.seq_len, core.rank, left)
+            spec = self.spec
+            self._halos[left] = before(self.recurrence.stretches, spec.layout, spec.seq_len, spec.rank, left)
         return self._halos[left]
 
     def _line(self, left: int) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ class Recurrences:
 
     def _lined_up(self, left: int) -> tuple[Tensor, Tensor]:
         rows = self.stretches
-        tokens, most = len(rows) * self.core.sharding.tokens, max(map(len, rows))
+        tokens, most = len(rows) * self.spec.sharding.tokens, max(map(len, rows))
         line, at = [], 0
         for row, stretches in enumerate(rows):
             for number, run in enumerate(stretches):

@@ -16,10 +16,12 @@ from attnspan.errors import AttentionError
 from attnspan.parallel.dtensors import PLAIN, as_dtensor, check_dtensors, is_dtensor
 
 if TYPE_CHECKING:
-    from attnspan.parallel.core import Core
+    from attnspan.parallel.session_spec import SessionSpec
 
 
-def run_attention(core: Core, attend: Attention, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
+def run_attention(
+    spec: SessionSpec, attend: Attention, inputs: Inputs, expand: Expand | None = None
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of plain tensors, or of DTensors as DTensors. With `expand`, key and value are a latent.
 
     Sinks and captured tensors are the same on every rank and get the sum of all ranks' gradients; each rank takes its
@@ -31,13 +33,13 @@ def run_attention(core: Core, attend: Attention, inputs: Inputs, expand: Expand 
     if sharded and expand is not None:
         raise AttentionError("query and latent must be plain tensors, got DTensors; give to_local() of each")
     if sharded:
-        check_dtensors(core, tensors, sharded)
+        check_dtensors(spec, tensors, sharded)
         query, key, value = (x.to_local() for x in sharded)
         inputs = inputs._replace(query=query, key=key, value=value)
     if inputs.sinks is not None:
-        inputs = inputs._replace(sinks=_averaged(inputs.sinks, core.ranks))
+        inputs = inputs._replace(sinks=_averaged(inputs.sinks, spec.ranks))
     if inputs.captured:
-        parts = [_averaged(x, core.ranks) if x.requires_grad else x for x in inputs.captured]
+        parts = [_averaged(x, spec.ranks) if x.requires_grad else x for x in inputs.captured]
         inputs = inputs._replace(captured=parts)
     out, lse = attend.run(inputs, expand)
     if not sharded:

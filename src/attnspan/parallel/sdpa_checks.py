@@ -10,15 +10,15 @@ from __future__ import annotations
 from attnspan.attention.function import check_dropout
 from attnspan.errors import AttentionError
 from attnspan.parallel.call_args import SdpaArgs
-from attnspan.parallel.core import Core
+from attnspan.parallel.session_spec import SessionSpec
 from attnspan.plan import Plan
 
 
 class SdpaChecks:
     """The checks of calls under one mask, whose plan is given."""
 
-    def __init__(self, core: Core, plan: Plan):
-        self.core, self.tokens = core, core.sharding.tokens
+    def __init__(self, spec: SessionSpec, plan: Plan):
+        self.spec, self.tokens = spec, spec.sharding.tokens
         self.mask, self.rows = plan.mask, plan.rows
         bands = [band for row in range(plan.rows) for band in plan.bands(row)]
         self.sees_later = any(band.hi > 0 for band in bands)
@@ -28,7 +28,7 @@ class SdpaChecks:
         query, key = args[:2]
         if min(query.dim(), key.dim()) > 1 and key.shape[-2] != query.shape[-2] == self.tokens:
             raise AttentionError(
-                f"key must hold this rank's {self.tokens} of {self.core.seq_len} tokens, got {key.shape[-2]}; shard it "
+                f"key must hold this rank's {self.tokens} of {self.spec.seq_len} tokens, got {key.shape[-2]}; shard it "
                 "first, or where keys are of another sequence, attend by cp.cross(keys)(query, key, value) outside of "
                 "this block, with `keys` that sequence's session"
             )
@@ -41,7 +41,7 @@ class SdpaChecks:
         check_dropout(args.dropout_p)
         self._check_causal(args)
         self._check_shapes(args)
-        self.core.check_scale(args.scale)
+        self.spec.check_scale(args.scale)
 
     def _check_causal(self, args: SdpaArgs) -> None:
         """See [Note: is_causal]."""
@@ -85,5 +85,5 @@ class SdpaChecks:
         """Whether the scale is the one that the session's attention has."""
         if args.scale is None or 0 in (args.query.dim(), *args.query.shape[-1:]):  # which is refused later
             return True
-        usual = self.core.options.scale
+        usual = self.spec.options.scale
         return args.scale == (args.query.shape[-1] ** -0.5 if usual is None else usual)

@@ -12,9 +12,9 @@
 [0, 1, 2, 7] [[1, 2, -100, -100]]
 [3, 4, 5, 6] [[4, 5, 6, 7]]
 
-A session is defined by its core (core.py), which is frozen: another batch is another session (`with_mask`), and several
-can be alive. Nothing of torch is changed, except the code of flex_attention while `flex()` or an attachment with
-``flex=True`` is open (flex_dispatch.py).
+A session is defined by its spec (session_spec.py), which is frozen: another batch is another session (`with_mask`), and
+several can be alive. Nothing of torch is changed, except the code of flex_attention while `flex()` or an attachment
+with ``flex=True`` is open (flex_dispatch.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from attnspan.parallel.attached_modules import ModulePatterns
 from attnspan.parallel.attentions import Attentions, BoundAttention
 from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
-from attnspan.parallel.core import Core, Masks, SessionOptions, named_masks
 from attnspan.parallel.eager import skip_frames
 from attnspan.parallel.family import Family
 from attnspan.parallel.flex import flex_attention
@@ -52,6 +51,7 @@ from attnspan.parallel.recurrences import Convolution, Recurrences
 from attnspan.parallel.report import Report, check_used
 from attnspan.parallel.run_attention import run_attention
 from attnspan.parallel.sdpa import AttentionMode
+from attnspan.parallel.session_spec import Masks, SessionOptions, SessionSpec, named_masks
 from attnspan.plan import Plan, Strategy
 from attnspan.plan.choose import KeepKeys
 from attnspan.recurrence import Rule
@@ -86,17 +86,17 @@ class ContextParallel:
         keep_keys: KeepKeys = "auto",
     ):
         options = SessionOptions(layout, strategy, kernel, scale, weights, keep_keys)
-        self._begin(Core.of(mesh, seq_len, mask, options))
+        self._begin(SessionSpec.of(mesh, seq_len, mask, options))
 
-    def _begin(self, core: Core) -> None:
-        self.core = core
-        self.mesh, self.transport, self.seq_len, self.masks = core.mesh, core.transport, core.seq_len, core.masks
-        self.options, self.layout, self.sharding = core.options, core.layout, core.sharding
-        self.attentions = Attentions(core)
+    def _begin(self, spec: SessionSpec) -> None:
+        self.spec = spec
+        self.mesh, self.transport, self.seq_len, self.masks = spec.mesh, spec.transport, spec.seq_len, spec.masks
+        self.options, self.layout, self.sharding = spec.options, spec.layout, spec.sharding
+        self.attentions = Attentions(spec)
         self.layers: int | Mapping[str, int] | None = None  # the number of attention layers, if a caller has set it
-        self.family = Family(_key(core.masks, core.seq_len, core.options.layout), self)
+        self.family = Family(_key(spec.masks, spec.seq_len, spec.options.layout), self)
         self._moves: dict[tuple[int, bool], Moves] = {}
-        self._recurrences = Recurrences(core)
+        self._recurrences = Recurrences(spec)
         self._handlers: dict[str | None, SessionHandler] = {None: SessionHandler(self.attentions, None)}
 
     # ---- other sequences -----------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class ContextParallel:
     def _sibling(self, mask: Masks, seq_len: int, options: SessionOptions) -> ContextParallel:
         """A session of this family on the same transport, since another thread has another current device."""
         other = ContextParallel.__new__(ContextParallel)
-        other._begin(Core.of(self.mesh, seq_len, mask, options, self.transport))
+        other._begin(SessionSpec.of(self.mesh, seq_len, mask, options, self.transport))
         other.family = self.family
         return other
 
@@ -124,8 +124,8 @@ class ContextParallel:
         """Attention of this session's queries over the keys of another: `cross(q, k, v)` with a shard of each."""
         if keys.transport != self.transport:
             raise AttentionError("cross-attention needs queries and keys on the same ranks, got two groups")
-        attend = self.core.attention(Full() if mask is None else mask, keys.core)
-        return BoundAttention(self.core, attend if scale is None else attend.variant(scale=scale))
+        attend = self.spec.bind_attention(Full() if mask is None else mask, keys.spec)
+        return BoundAttention(self.spec, attend if scale is None else attend.variant(scale=scale))
 
     # ---- what it is ----------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class ContextParallel:
     @property
     def mask(self) -> Mask:
         """The mask, if there is only one."""
-        return self.masks[self.core.mask_name(None)]
+        return self.masks[self.spec.mask_name(None)]
 
     @property
     def plan(self) -> Plan:
@@ -151,7 +151,7 @@ class ContextParallel:
 
     def plan_of(self, mask: str) -> Plan:
         """The plan of a mask, by its name."""
-        return self.attentions.named[self.core.mask_name(mask)].bound.latest
+        return self.attentions.named[self.spec.mask_name(mask)].bound.latest
 
     @property
     def positions(self) -> Tensor:
@@ -187,13 +187,13 @@ class ContextParallel:
         SDPA does, the same ones for any number of ranks; their seed is drawn from torch's generator, which must be
         seeded alike on all ranks, or given.
         """
-        attend = self.attentions.named[self.core.mask_name(mask)]
+        attend = self.attentions.named[self.spec.mask_name(mask)]
         if not torch.compiler.is_compiling():  # finds only shards passed directly: computed tensors have no mark
             for tensor in (query, key, value):
                 if tensor is not None:
                     self.sharding.check_mark(tensor)
         inputs = Inputs(query, *as_keys(key, value, expand), sinks, (), return_lse, dropout_p, dropout_seed)
-        out, lse = run_attention(self.core, attend, inputs, expand)
+        out, lse = run_attention(self.spec, attend, inputs, expand)
         return (out, lse) if return_lse else out
 
     def flex_attention(
@@ -242,7 +242,7 @@ class ContextParallel:
         flex_attention is refused, see `flex`. `mask` names one of the session's masks, if it has several. Activation
         checkpointing needs `attach`.
         """
-        return AttentionMode(self._handler(self.core.mask_name(mask)))
+        return AttentionMode(self._handler(self.spec.mask_name(mask)))
 
     def flex(self, *, mask: str | None = None) -> AttentionMode:
         """A context manager: inside, torch's flex_attention is `flex_attention` of this session, in this thread.
@@ -250,7 +250,7 @@ class ContextParallel:
         SDPA is this session's too; `mask` names one of its masks for it, if it has several.
         """
         unnamed = mask is None and len(self.masks) > 1
-        return AttentionMode(self._handlers[None] if unnamed else self._handler(self.core.mask_name(mask)), flex=True)
+        return AttentionMode(self._handlers[None] if unnamed else self._handler(self.spec.mask_name(mask)), flex=True)
 
     def attach(
         self, model: nn.Module, modules: ModulePatterns | None = None, *, mask: str | None = None, flex: bool = False
@@ -285,7 +285,7 @@ class ContextParallel:
         count in the times, in proportion to calls of attention.
         """
         calls = self.report().calls
-        return self.attentions.explain(self.core.mask_name(mask), self._recurrences.layers(calls) if calls else [])
+        return self.attentions.explain(self.spec.mask_name(mask), self._recurrences.layers(calls) if calls else [])
 
     def profile(self) -> Profile:
         """A context manager that records every attention on this session's ranks, step by step, with predictions.

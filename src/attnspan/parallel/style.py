@@ -38,7 +38,7 @@ class ContextParallelStyle(ParallelStyle):
         if not isinstance(session, ContextParallel):
             raise AttentionError(f"ContextParallelStyle needs a ContextParallel, got {type(session).__name__}")
         super().__init__()
-        self.session, self.mask, self.flex = session, session.core.mask_name(mask), flex
+        self.session, self.mask, self.flex = session, session.spec.mask_name(mask), flex
         self.attached: list[Attachment] = []
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -65,18 +65,18 @@ def _forward(
 ) -> object:
     """A module's forward on local tensors."""
     sharded = [
-        x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor) and sequence_dim(session.core, x) is not None
+        x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor) and sequence_dim(session.spec, x) is not None
     ]
     args, kwargs = tree_map_only(DTensor, functools.partial(_local, session), (args, kwargs))
     out = theirs(*args, **kwargs)
     if not sharded:
         return out
-    check_sizes(session.core)
+    check_sizes(session.spec)
     return tree_map_only(Tensor, functools.partial(_like, sharded[0]), out)
 
 
 def _local(session: ContextParallel, tensor: DTensor) -> Tensor:
-    dim = sequence_dim(session.core, tensor)
+    dim = sequence_dim(session.spec, tensor)
     if any(placement.is_partial() for placement in tensor.placements):
         raise AttentionError(f"a DTensor argument must be sharded or replicated, got {tensor.placements}")
     if dim is not None and tensor.shape[dim] != session.seq_len:

@@ -26,11 +26,11 @@ from attnspan.masks import Causal, Full
 from attnspan.parallel.attentions import BoundAttention
 from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs
 from attnspan.parallel.checkpoint_regions import regions, rerun_through
-from attnspan.parallel.core import Core
 from attnspan.parallel.guards import Entry, Guards
 from attnspan.parallel.handler import Handler, SessionHandler
 from attnspan.parallel.sdpa import AttentionMode
 from attnspan.parallel.session import ContextParallel
+from attnspan.parallel.session_spec import SessionSpec
 from attnspan.torch_compat.errors import AttentionNotImplemented
 
 MASKS = {"causal": Causal(), "full": Full()}
@@ -44,7 +44,7 @@ class CausalOrFull(Handler):
 
     def __init__(self, session: ContextParallel, guard: Callable[[], None] | None = None):
         guards: Guards | None = None if guard is None else dict.fromkeys(get_args(Entry), guard)
-        self.core = session.core
+        self.spec = session.spec
         self._causal, self._full = (CompatHandler(session.attentions, name, guards) for name in MASKS)
         self._flex = SessionHandler(session.attentions, None, guards)
 
@@ -56,7 +56,7 @@ class CausalOrFull(Handler):
         whole: WholeMask | None = getattr(args.block_mask, PART, None)
         if whole is not None:
             if entry == "eager":
-                whole.check(self.core)
+                whole.check(self.spec)
             args = args._replace(block_mask=whole.mask if entry == "eager" else whole)
         return self._flex.flex(entry, args)
 
@@ -115,9 +115,9 @@ PART = "attnspan_part"
 class WholeMask(BoundAttention):
     """The whole mask of a BlockMask that was made for one rank."""
 
-    def check(self, core: Core) -> None:
+    def check(self, spec: SessionSpec) -> None:
         """Refuse tensors that lie in another order."""
-        mine, theirs = self.core, core
+        mine, theirs = self.spec, spec
         if (mine.layout, mine.seq_len) != (theirs.layout, theirs.seq_len):
             raise AttentionError(
                 f"block_mask was made for {mine.seq_len} tokens in {mine.layout!r}, and {theirs.seq_len} lie in "

@@ -25,7 +25,7 @@ from attnspan.layouts import Contiguous
 from attnspan.masks import Causal, Documents, Full, KeyPadding, Mask
 from attnspan.masks.combined import And, Not
 from attnspan.parallel import ContextParallel
-from attnspan.parallel.core import SessionOptions
+from attnspan.parallel.session_spec import SessionOptions
 from attnspan.plan.choose import KeepKeys
 from attnspan.transports.group import Group, transport_of
 

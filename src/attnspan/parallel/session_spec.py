@@ -1,8 +1,8 @@
-"""The core of a session: its ranks, its sequence, its masks, and its layout.
+"""What defines a session: its ranks, its sequence, its masks, and its layout.
 
-The parts of a session (session.py) that run attention and intercept calls are built from its core; `attach` and
-`shard_batch` take the session itself. A core is frozen: another batch has another core. Cores are compared by identity,
-so that a core identifies the session whose attention a checkpointed region used.
+The parts of a session (session.py) that run attention and intercept calls are built from its spec; `attach` and
+`shard_batch` take the session itself. A spec is frozen: another batch has another spec. Specs are compared by identity,
+so that a spec identifies the session whose attention a checkpointed region used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SessionOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Core:
+class SessionSpec:
     """A sequence of `seq_len` tokens on the ranks of `transport`, laid out for `masks` (by name)."""
 
     mesh: Group
@@ -52,15 +52,19 @@ class Core:
     sharding: Sharding
 
     @staticmethod
-    def of(mesh: Group, seq_len: int, mask: Masks, options: SessionOptions, transport: Transport | None = None) -> Core:
-        """The core of a session on `mesh`, a DeviceMesh, a process group or a virtual world; or on its `transport`."""
+    def of(
+        mesh: Group, seq_len: int, mask: Masks, options: SessionOptions, transport: Transport | None = None
+    ) -> SessionSpec:
+        """The spec of a session on `mesh`, a DeviceMesh, a process group or a virtual world; or on its `transport`."""
         if transport is None:
             _check_axes(mesh)
             transport = transport_of(mesh)
         masks = named_masks(mask)
         seq_len = integer("seq_len", seq_len, at_least=1, error=AttentionError)
         layout = _layout_of(options, masks, seq_len, transport.ranks)
-        return Core(mesh, transport, seq_len, masks, options, layout, Sharding(layout, seq_len, transport, masks))
+        return SessionSpec(
+            mesh, transport, seq_len, masks, options, layout, Sharding(layout, seq_len, transport, masks)
+        )
 
     @property
     def rank(self) -> int:
@@ -86,7 +90,7 @@ class Core:
                 "1 / sqrt(head dim); give it in the call, or make the session without"
             )
 
-    def attention(self, mask: Mask, keys: Core | None = None) -> Attention:
+    def bind_attention(self, mask: Mask, keys: SessionSpec | None = None) -> Attention:
         """Attention of this sequence under a mask, over its own keys or those of another."""
         strategy, auto = self.options.strategy, self.options.strategy == "auto"
         mesh = self.mesh if isinstance(self.mesh, DeviceMesh) and self.mesh.ndim == 2 else None
