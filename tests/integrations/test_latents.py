@@ -38,7 +38,7 @@ def travelled(handle, rank):
     """Whether what arrived in forward passes was latents, as planned; else keys."""
     lines = handle.session.report().lines
     assert all(
-        line.received.forward == (line.calls + line.replays) * received_bytes(line.plan, line.shape, rank).forward
+        line.received.forward == (line.calls + line.recomputed) * received_bytes(line.plan, line.shape, rank).forward
         for line in lines
     )
     return {line.shape.latent for line in lines}

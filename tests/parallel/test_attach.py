@@ -50,7 +50,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_attached_model_is_the_same_as_on_one_device_however_it_is_checkpointed(kind, ranks):
-    make, replays = KINDS[kind]
+    make, recomputed = KINDS[kind]
     true = dense(model(), whole(LENGTH), DOCUMENTS)
 
     def rank(world):
@@ -58,7 +58,7 @@ def test_an_attached_model_is_the_same_as_on_one_device_however_it_is_checkpoint
         with cp.attach(mine):
             out, gradients = parallel(cp, mine, mine, whole(LENGTH))
         same((out, {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in gradients.items()}), true)
-        assert (cp.report().calls, cp.report().replays, cp.report().backwards) == (2, replays, 2)
+        assert (cp.report().calls, cp.report().recomputed, cp.report().backwards) == (2, recomputed, 2)
         cp.assert_used(layers=2)
 
     loopback(ranks).run(rank)
@@ -154,7 +154,7 @@ def test_regions_run_again_attached_after_the_attachment_has_ended(again, ended)
         gradients = {name: parameter.grad for name, parameter in mine.named_parameters()}
         same((cp.unshard(out.detach()), gradients), true)
         assert all("forward" not in vars(module) for module in mine.modules())
-        assert (cp.report().calls, cp.report().replays) == (2, 2)
+        assert (cp.report().calls, cp.report().recomputed) == (2, 2)
 
     loopback(2).run(rank)
 
@@ -488,7 +488,7 @@ def test_compiled_layers_that_are_checkpointed_run_again_attached_and_never_with
         mine.layers = nn.ModuleList(torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in mine.layers)
         out, gradients = parallel(cp, mine, mine, whole(LENGTH))
         same((out, {name.replace("_orig_mod.", ""): g for name, g in gradients.items()}), true)
-        assert (cp.report().calls, cp.report().replays) == (2, 2)
+        assert (cp.report().calls, cp.report().recomputed) == (2, 2)
         loss = mine(whole(LENGTH).requires_grad_()).sum()
         attached.use(cp.with_mask(span.Causal()))
         with pytest.raises(AttentionError, match="runs again with another session than the first time"):
@@ -514,7 +514,7 @@ def test_compiled_layers_run_again_attached_after_the_end(again):
         cp.mean_loss(out.square()).backward()
         gradients = {name.replace("_orig_mod.", ""): p.grad for name, p in mine.named_parameters()}
         same((out.detach(), gradients), true)
-        assert (cp.report().calls, cp.report().replays) == (2, 2)
+        assert (cp.report().calls, cp.report().recomputed) == (2, 2)
 
     loopback(1).run(rank)
     torch._dynamo.reset()

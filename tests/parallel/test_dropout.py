@@ -170,7 +170,7 @@ def test_a_generator_that_is_used_twice_in_compiled_code_is_drawn_from_twice():
 
 
 @pytest.mark.parametrize("again", [None, "reentrant", "non-reentrant"])
-def test_compiled_models_drop_and_replay(again):
+def test_compiled_models_drop_and_recompute(again):
     torch._dynamo.reset()
     (found,) = loopback(1).run(lambda world: attached(world, again, compiled=True))
     same(found, expected())

@@ -494,7 +494,7 @@ def test_an_attached_model_is_that_of_one_rank_checkpointed_or_not(again):
         for mine, theirs in zip(found[1], true[1], strict=True):
             close(mine, theirs)
         cp.assert_used(layers=2)
-        assert cp.report().replays == (0 if again is None else 2)
+        assert cp.report().recomputed == (0 if again is None else 2)
 
     loopback(2).run(rank)
 

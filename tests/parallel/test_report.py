@@ -37,7 +37,7 @@ def test_bytes_received_are_those_on_the_wire(strategy, heads):
         )
         report = cp.report()
         assert sum(report.received) == moved
-        assert (report.calls, report.replays, report.backwards) == (2, 0, 2)
+        assert (report.calls, report.recomputed, report.backwards) == (2, 0, 2)
 
     loopback(4).run(rank)
 
@@ -77,16 +77,16 @@ def test_pairs_and_shares_add_up_to_the_mask():
     assert sum(share for _, share in found) == pytest.approx(1)
 
 
-def test_replays_are_told_from_calls_and_reset_forgets_both():
+def test_recomputations_are_told_from_calls_and_reset_forgets_both():
     def rank(world):
         cp, mine = span.ContextParallel(world, seq_len=LENGTH, mask=MASK), model(again="non-reentrant", layers=3)
         with cp.attach(mine):
             mine(cp.shard(whole(LENGTH)).detach().requires_grad_()).sum().backward()
         cp.assert_used(layers=3)
-        assert (cp.report().calls, cp.report().replays, cp.report().backwards) == (3, 3, 3)
+        assert (cp.report().calls, cp.report().recomputed, cp.report().backwards) == (3, 3, 3)
         once = cp.report().received
         cp.reset()
-        assert (cp.report().calls, cp.report().replays, sum(cp.report().received)) == (0, 0, 0)
+        assert (cp.report().calls, cp.report().recomputed, sum(cp.report().received)) == (0, 0, 0)
         with cp.sdpa(), torch.no_grad():
             mine(cp.shard(whole(LENGTH)))
         assert cp.report().received == (once.forward // 2, 0)  # once, not again
@@ -148,5 +148,5 @@ def test_it_prints_a_line_for_each_plan():
     assert empty == "rank 0 of 2: 0 calls, 0.0% of the work: attention has not run"
     title, head, first, second = full.splitlines()
     assert title.startswith("rank 0 of 2: 3 calls, ")
-    assert head.split()[:5] == ["mask", "strategy", "calls", "replays", "backwards"]
+    assert head.split()[:5] == ["mask", "strategy", "calls", "recomputed", "backwards"]
     assert (first.split()[0], first.split()[2], second.split()[0], second.split()[2]) == ("full", "1", "window", "2")

@@ -176,7 +176,7 @@ def test_a_mask_keeps_to_what_it_was():
     assert MaskMod(fn, block=8) == mask
 
 
-def test_backward_and_a_replay_use_the_mask_of_the_forward_pass():
+def test_backward_and_a_recomputation_use_the_mask_of_the_forward_pass():
     _, fn = windowed()
 
     def rank(world):

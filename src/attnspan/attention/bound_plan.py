@@ -54,7 +54,7 @@ class BoundPlan:
     auto: bool = False  # whether `for_inputs` chooses the strategy by shapes; the plan's own is then a placeholder
     keep_keys: KeepKeys = False  # from forward to backward, see kept.py
     uses: Uses = field(default_factory=Uses, repr=False)  # shared by the calls that suit different shapes
-    guard: Callable[[], None] | None = field(default=None, repr=False)  # called before a forward pass; may refuse
+    check_before_forward: Callable[[], None] | None = field(default=None, repr=False)  # may refuse
     watched: Mask | None = field(default=None, repr=False)  # refused once it has changed, see agreement.py
     agreed: dict[tuple[object, ...], Agreement] = field(default_factory=dict, init=False, repr=False)  # by shapes
     _suited: dict[Shape, BoundPlan] = field(default_factory=dict, init=False, repr=False)

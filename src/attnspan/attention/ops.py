@@ -1,10 +1,10 @@
-"""The custom ops: one node in the autograd graph, opaque to torch.compile, replayable by checkpointing.
+"""The custom ops: one node in the autograd graph, opaque to torch.compile, recomputable by checkpointing.
 
 `attnspan::attention` takes tensors, flags and a number (see [Note: handles] in handles.py), so everything that backward
 needs is in its node: queries, keys, values, sinks, captured tensors, out, lse, the handle, the share of dropout, and
 the header: the number by which ranks match their backward passes (transports/operations.py), and dropout's seed. No
-context manager has to be alive when activation checkpointing replays it, and a selective policy can save
-`torch.ops.attnspan.attention.default` so that its collectives are not replayed.
+context manager has to be alive when activation checkpointing recomputes it, and a selective policy can save
+`torch.ops.attnspan.attention.default` so that its collectives do not run again.
 
 [Note: saved seeds] Backward takes the seed from the header, a result of forward, and not from forward's arguments. A
 selective policy that saves the op computes its arguments again, and would draw another seed unless the generator is
@@ -84,8 +84,8 @@ def attention(
     inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
     inputs = _with_expander(inputs, expander)
     bound = BoundPlan.of(handle).for_inputs(inputs)
-    if bound.guard is not None:
-        bound.guard()
+    if bound.check_before_forward is not None:
+        bound.check_before_forward()
     with abort_on_error(bound.transport, except_for=(AttentionError, KernelError)):
         agreed = agree(bound, inputs)
     kept, timer = KeptKeys() if differentiable and agreed.keeps_keys else None, PassTimer(query.device)

@@ -1,7 +1,7 @@
 """Counts of how often attention ran, by plan and shape.
 
 Counted inside the custom op, so that compiled code counts too, and a layer that bypassed attention does not. A
-recomputation by activation checkpointing runs inside backward, and counts as a replay. The latest passes are timed
+recomputation by activation checkpointing runs inside backward, and counts as recomputed. The latest passes are timed
 (pass_timer.py).
 """
 
@@ -39,7 +39,7 @@ class Uses:
     """How often each plan ran, on tensors of which shape, and how long the latest passes took."""
 
     forward: Counter[Use] = field(default_factory=Counter)
-    replayed: Counter[Use] = field(default_factory=Counter)
+    recomputed: Counter[Use] = field(default_factory=Counter)
     backward: Counter[Use] = field(default_factory=Counter)
     from_kept: Counter[Use] = field(default_factory=Counter)  # of the backward passes, those that no key travelled for
     latest: Plan | None = None
@@ -47,10 +47,10 @@ class Uses:
     timers: dict[tuple[Direction, Use], deque[PassTimer]] = field(default_factory=dict)
 
     def add_forward(self, plan: Plan, shape: Shape | None, timer: PassTimer) -> None:
-        """A forward pass, or its replay."""
+        """A forward pass, or its recomputation."""
         IN_BACKWARD.verify()
         in_backward = torch._C._current_graph_task_id() != -1
-        (self.replayed if in_backward else self.forward)[plan, shape] += 1
+        (self.recomputed if in_backward else self.forward)[plan, shape] += 1
         self.latest, self.latest_shape = plan, shape
         self._time("forward", (plan, shape), timer)
 
@@ -70,14 +70,14 @@ class Uses:
 
     def forget(self, use: Use) -> None:
         """Drop the counts of a plan on tensors of some shape."""
-        for counted in (self.forward, self.replayed, self.backward, self.from_kept):
+        for counted in (self.forward, self.recomputed, self.backward, self.from_kept):
             counted.pop(use, None)
         for direction in ("forward", "backward"):
             self.timers.pop((direction, use), None)
 
     def clear(self) -> None:
         """Start again; the plan last used stays known."""
-        for counted in (self.forward, self.replayed, self.backward, self.from_kept):
+        for counted in (self.forward, self.recomputed, self.backward, self.from_kept):
             counted.clear()
         self.timers.clear()
 

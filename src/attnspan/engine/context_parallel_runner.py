@@ -30,7 +30,7 @@ from attnspan.masks import Causal, Mask
 from attnspan.paged import ShardedPages
 from attnspan.paged.kv_cache import PagedKVCache
 from attnspan.parallel import ContextParallel
-from attnspan.parallel.attentions import BoundAttention
+from attnspan.parallel.attentions import SessionAttention
 from attnspan.recurrence import Rule
 from attnspan.transports.group import Group
 
@@ -101,7 +101,7 @@ class PrefillAttention(StepAttention):
 
     def __init__(self, session: ContextParallel, paged: PagedStepAttention) -> None:
         self.session, self.paged = session, paged
-        self._attentions: dict[Hashable, BoundAttention] = {}  # by mask, scale and score_mod: layers alike share one
+        self._attentions: dict[Hashable, SessionAttention] = {}  # by mask, scale and score_mod: layers alike share one
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))  # (1, H, S, D)
@@ -116,7 +116,7 @@ class PrefillAttention(StepAttention):
         key = latent[None, None]
         return self._hand_over(layer, key, key[..., : heads.key.shape[2]], out)
 
-    def _attention(self, layer: int) -> BoundAttention:
+    def _attention(self, layer: int) -> SessionAttention:
         paged = self.paged.pools.layers[layer]
         kind = _name(paged), paged.scale, paged.score_mod
         if kind not in self._attentions:

@@ -20,7 +20,8 @@ Interception of torch's SDPA and flex_attention:
     multihead.py              nn.MultiheadAttention
     attach.py                 cp.attach (attached_modules.py: which modules; attached_forward.py: their forward)
     style.py                  the same for torch's parallelize_module
-    checkpoint_regions.py     activation checkpointing, which recomputes regions (guards.py: the rules for attention)
+    checkpoint_regions.py     activation checkpointing, which recomputes regions (checkpoint_checks.py: the rules for
+                              attention)
     compiled_checkpoints.py   the same in compiled code (compiled_inputs.py: inputs; eager.py: what is not compiled)
 
 Verification and statistics:

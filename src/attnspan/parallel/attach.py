@@ -1,8 +1,8 @@
 """``cp.attach(model)``: attention in a model's modules is context parallel, also when checkpointing recomputes them.
 
-The forward of every chosen module runs in a block of ``cp.sdpa()``, or of ``cp.flex()`` with `flex=True`. When backward
+The forward of every chosen module runs in a scope of ``cp.sdpa()``, or of ``cp.flex()`` with `flex=True`. When backward
 recomputes a checkpointed region, after a ``with`` around the training step has ended, the module's forward enters the
-block again. A region that calls SDPA or flex_attention outside of any attached module is refused when it first runs
+scope again. A region that calls SDPA or flex_attention outside of any attached module is refused when it first runs
 (checkpoint_regions.py).
 
 >>> import torch
@@ -40,8 +40,8 @@ from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, compiled_checkpoints, flex_dispatch
 from attnspan.parallel.attached_forward import Attached, ForwardRunner, check_inputs, is_attached, unwrap, wrap
 from attnspan.parallel.attached_modules import ModulePatterns, modules_to_attach
-from attnspan.parallel.guards import regions_of
-from attnspan.parallel.handler import Handler, UnnamedMask
+from attnspan.parallel.checkpoint_checks import regions_of
+from attnspan.parallel.handler import AttentionHandler, UnnamedMask
 from attnspan.parallel.sdpa import AttentionMode
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Attachment:
     # ---- what a forward asks -------------------------------------------------------------------------------------
 
     def mode(self, name: str | None, session: ContextParallel) -> AttentionMode:
-        """The block that a module's forward runs in; without a mask's name, one that refuses attention."""
+        """The scope that a module's forward runs in; without a mask's name, one that refuses attention."""
         if name is None:
             return AttentionMode(UNNAMED, self.flex)
         if session is self.session:
@@ -122,7 +122,7 @@ class Attachment:
         if not torch.compiler.is_compiling():
             self.session_of((args, kwargs))
 
-    def _handlers_of(self, session: ContextParallel) -> dict[str, Handler]:
+    def _handlers_of(self, session: ContextParallel) -> dict[str, AttentionHandler]:
         return {name: session.sdpa(mask=name).handler for name in self._names}
 
     def _current_session(self) -> ContextParallel:
@@ -155,7 +155,7 @@ class Attachment:
         self._hook = None
         if self.model not in self._masks:
             self._hook = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        if self.flex:  # while attached: torch.compile traces a block without entering it
+        if self.flex:  # while attached: torch.compile traces a scope without entering it
             flex_dispatch.install()
         compiled_checkpoints.install()
         self._installed = finalize(self, _uninstall, self.flex)
@@ -173,9 +173,9 @@ class Attachment:
             self._hook.remove()
         self._installed()
         self.live, self._wrapped = False, {}
-        by_core = {session.spec: session for session in self._sessions}
-        for region, spec in regions_of(by_core):
-            self._first.setdefault(region, by_core[spec])
+        by_spec = {session.spec: session for session in self._sessions}
+        for region, spec in regions_of(by_spec):
+            self._first.setdefault(region, by_spec[spec])
             if region not in self._notified:
                 self._notify(region)
 
@@ -224,7 +224,7 @@ def attach(
     flex: bool = False,
     run_forward: ForwardRunner | None = None,
 ) -> Attachment:
-    """See `ContextParallel.attach`; `run_forward` runs the forward of the model itself, inside its block."""
+    """See `ContextParallel.attach`; `run_forward` runs the forward of the model itself, inside its scope."""
     if not isinstance(model, nn.Module):
         raise AttentionError(f"model must be a module, got {type(model).__name__}")
     masks = modules_to_attach(session.spec, model, modules, mask)

@@ -1,4 +1,4 @@
-"""The forward of an attached module: its own, in a block of the session in use.
+"""The forward of an attached module: its own, in a scope of the session in use.
 
 `forward` is wrapped, not hooked, because a ``with`` ends on any exception, including an interrupt, and because
 torch.compile traces it. Copies of a model stay attached, and follow `use` and `detach`. A shallow copy shares the

@@ -7,9 +7,9 @@ Each is made once and cached. Functions are traced (masks/tracing.py), and trace
 tensors that a score_mod captures are read in every call, so that they can be learned. A `Mask` is what its function
 computed when the mask was made; it is refused once the function computes something else.
 
-[Note: bound attention] Functions cannot be traced in code that is being compiled. A `BoundAttention` is traced before:
-it is called with shards, or passed as a block_mask. It holds tensors and a handle, which compiled code takes as inputs,
-so another one, for other documents, does not recompile.
+[Note: session attention] Functions cannot be traced in code that is being compiled. A `SessionAttention` is traced
+before: it is called with shards, or passed as a block_mask. It holds tensors and a handle, which compiled code takes as
+inputs, so another one, for other documents, does not recompile.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
 from attnspan.parallel.block_masks import ReadBlockMask
 from attnspan.parallel.call_args import FlexArgs
+from attnspan.parallel.checkpoint_checks import attention_by_context, checks_of
 from attnspan.parallel.dtensors import is_dtensor
 from attnspan.parallel.flex_checks import check_filled, check_lengths, check_single
-from attnspan.parallel.guards import guarded, guards_of
 from attnspan.parallel.report import Machine, PastUses, Report, report
 from attnspan.parallel.run_attention import run_attention
 from attnspan.parallel.session_spec import SessionSpec
@@ -58,7 +58,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class BoundAttention(AttentionCallable):
+class SessionAttention(AttentionCallable):
     """Attention of a session under a mask, a scale and a score_mod; called with shards, or given as `block_mask`.
 
     Made by `ContextParallel.attention_for`, or by `cross` over the keys of another session. That traces the score_mod,
@@ -68,27 +68,27 @@ class BoundAttention(AttentionCallable):
 
     def __init__(self, spec: SessionSpec, attend: Attention, score_mod: ScoreFunction | None = None):
         self.spec, self.score_mod, self.scale = spec, score_mod, attend.bound.scale
-        self.attention, self.by_entry = attend, guarded(attend, guards_of(spec))
+        self.attend, self.by_context = attend, attention_by_context(attend, checks_of(spec))
         self.captured = attend.captured
 
     @property
     def mask(self) -> Mask:
         """Which pairs attend."""
-        return self.attention.plan.mask
+        return self.attend.plan.mask
 
     @property
     def plan(self) -> Plan:
         """The plan; with strategy "auto", the one that last ran."""
-        return self.attention.bound.latest
+        return self.attend.bound.latest
 
     def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse) of the inputs, which may be DTensors."""
         check_single(self.mask, inputs.query)
-        return run_attention(self.spec, self.attention, inputs, expand)
+        return run_attention(self.spec, self.attend, inputs, expand)
 
     def __repr__(self) -> str:
         score = "" if self.score_mod is None else f", {getattr(self.score_mod, '__name__', 'score_mod')}"
-        return f"BoundAttention({self.mask!r}{score})"
+        return f"SessionAttention({self.mask!r}{score})"
 
 
 class Attentions:
@@ -104,18 +104,18 @@ class Attentions:
 
     def attention_for(
         self, wanted: str | Mask | BlockMask | None, scale: float | None, score_mod: ScoreFunction | None
-    ) -> BoundAttention:
-        """See `ContextParallel.attention_for`, and [Note: bound attention]."""
+    ) -> SessionAttention:
+        """See `ContextParallel.attention_for`, and [Note: session attention]."""
         if torch.compiler.is_compiling():
             raise AttentionError("under torch.compile, call cp.attention_for(...) outside and use its result inside")
-        if isinstance(wanted, BoundAttention):
+        if isinstance(wanted, SessionAttention):
             raise AttentionError(f"mask is an attention already: {wanted!r}")
         self.spec.check_scale(scale)
         own, mask = self._mask(self.spec.mask_name(None) if wanted is None else wanted, None)
         score = None if score_mod is None else self._score(score_mod, DTYPES)
         attend = self._attention(own, mask, score, scale).variant(watched=mask)
         attend.captured = Captured([], []) if score is None else score.captured  # not those of an equal score_mod
-        return BoundAttention(self.spec, attend, score_mod)
+        return SessionAttention(self.spec, attend, score_mod)
 
     @property
     def latest_shapes(self) -> dict[str, Shape]:

@@ -6,7 +6,7 @@ Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), S this rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from attnspan.attention.score import ScoreFunction
 from attnspan.masks import Mask
 
 if TYPE_CHECKING:
-    from attnspan.parallel.attentions import BoundAttention
+    from attnspan.parallel.attentions import SessionAttention
 
 
 class SdpaArgs(NamedTuple):
@@ -39,7 +39,7 @@ class FlexArgs(NamedTuple):
     key: Tensor
     value: Tensor
     score_mod: ScoreFunction | None = None
-    block_mask: BlockMask | Mask | BoundAttention | str | None = None
+    block_mask: BlockMask | Mask | SessionAttention | str | None = None
     scale: float | None = None
     enable_gqa: bool = False
     return_lse: bool = False
@@ -54,11 +54,9 @@ class FlexArgs(NamedTuple):
 
 FlexResult = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 
-sdpa_args: Callable[..., SdpaArgs] = SdpaArgs
-flex_args: Callable[..., FlexArgs] = FlexArgs
-"""From the arguments of an intercepted call, which has whatever types the caller gave."""
-
 
 def as_4d(tensor: Tensor) -> Tensor:
     """(batch, heads, tokens, head dim); a shard may have no tokens, so that -1 would not do."""
+    if tensor.dim() == 4:
+        return tensor
     return tensor.reshape(math.prod(tensor.shape[:-3]), *(1, *tensor.shape)[-3:])

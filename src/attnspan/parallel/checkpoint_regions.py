@@ -1,8 +1,8 @@
 """Finds the activation checkpointing regions on the stack, and whether they are being recomputed.
 
-A checkpointed region runs twice, the second time in backward. The ``with`` block or the batch's session around its
-first run may be gone by then. Attention would silently run on this rank's tokens only, or under the mask of another
-batch. torch does not announce a region, but the stack shows it::
+A checkpointed region runs twice, the second time in backward. The scope (``with cp.sdpa()`` or its like) or the batch's
+session around its first run may be gone by then. Attention would silently run on this rank's tokens only, or under the
+mask of another batch. torch does not announce a region, but the stack shows it::
 
     reentrant        CheckpointFunction.forward, then CheckpointFunction.backward, both with one `ctx`
     non-reentrant    `checkpoint`, which holds a generator with a `_CheckpointFrame`, then `unpack_hook` with the same
@@ -11,9 +11,9 @@ batch. torch does not announce a region, but the stack shows it::
 
 The object that both runs share is the region's name.
 
-[Note: replays] Two rules follow (guards.py, attach.py):
+[Note: recomputation] Two rules follow (checkpoint_checks.py, attach.py):
 
-* attention may run in a region only if its block begins inside the region: then the recomputation enters it too;
+* attention may run in a region only if its scope begins inside the region: then the recomputation enters it too;
 * the recomputation must use the session that the first run used.
 
 This relies on undocumented names in torch. Before the first use they are tested on a checkpoint of one element of each
@@ -111,28 +111,28 @@ def _context(frame: FrameType) -> Any:
 # ---- where attention was made context parallel ---------------------------------------------------------------------
 
 
-class _OpenBlocks(threading.local):
+class _OpenScopes(threading.local):
     def __init__(self) -> None:
         self.regions: list[list[object | None]] = []
 
 
-_BLOCKS = _OpenBlocks()  # of each thread: the regions around each block in which attention is context parallel
+_SCOPES = _OpenScopes()  # of each thread: the regions around each scope in which attention is context parallel
 
 
-def enter() -> None:
-    """To be called when a context parallel block begins."""
-    _BLOCKS.regions.append([region.name for region in regions()])
+def scope_opened() -> None:
+    """To be called when a context parallel scope begins."""
+    _SCOPES.regions.append([region.name for region in regions()])
 
 
-def leave() -> None:
+def scope_closed() -> None:
     """To be called when it ends."""
-    _BLOCKS.regions.pop()
+    _SCOPES.regions.pop()
 
 
-def recomputes_outside_block(grad_enabled: bool = True) -> bool:
-    """Whether there is a region between the innermost block and the caller: it would be recomputed without the
-    block."""
-    around = _BLOCKS.regions[-1] if _BLOCKS.regions else []
+def recomputes_outside_scope(grad_enabled: bool = True) -> bool:
+    """Whether there is a region between the innermost scope and the caller: it would be recomputed without the
+    scope."""
+    around = _SCOPES.regions[-1] if _SCOPES.regions else []
     known = {id(name) for name in around if name is not None}
     return any(id(region.name) not in known for region in regions(grad_enabled))
 

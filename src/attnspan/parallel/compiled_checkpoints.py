@@ -1,9 +1,9 @@
-"""Checkpointing inside torch.compile: blocks may begin in a checkpointed function.
+"""Checkpointing inside torch.compile: scopes may begin in a checkpointed function.
 
 torch.compile traces a checkpointed function as the body of an operator. A body may change the stack of torch function
-modes, as a block does, only if the code around it has done so before. In ``torch.compile(checkpoint_wrapper(block))``
+modes, as a scope does, only if the code around it has done so before. In ``torch.compile(checkpoint_wrapper(block))``
 the code around the body is torch's. So while a model is attached, the forward of torch's CheckpointWrapper first enters
-and leaves an empty block. In eager code this does nothing.
+and leaves an empty scope. In eager code this does nothing.
 
 Not covered: ``checkpoint(...)`` called in compiled code outside of any attached module. torch.compile refuses it
 ("Unsafe side effect"); attach the module that calls it.
@@ -27,8 +27,8 @@ class _NoWrapper:
     """Stands for the wrapper in a torch that has none; torch.compile then refuses what cannot be opened."""
 
 
-def enter_empty_block() -> None:
-    """Enter and leave a block in code that is being compiled."""
+def enter_empty_scope() -> None:
+    """Enter and leave a scope in code that is being compiled."""
     with BaseTorchFunctionMode():
         pass
 
@@ -62,5 +62,5 @@ def _wrapper() -> type[Any]:
 
 def _forward(self: object, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():
-        enter_empty_block()
+        enter_empty_scope()
     return _TORCHS_FORWARD[0](self, *args, **kwargs)

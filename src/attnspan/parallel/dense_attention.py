@@ -38,8 +38,8 @@ class DenseAttention:
         """The only plan."""
         return self.plan
 
-    def variant(self, *, scale: float | None = None, guard: object = None) -> DenseAttention:
-        """With another scale; a guard has nothing to guard here."""
+    def variant(self, *, scale: float | None = None, check_before_forward: object = None) -> DenseAttention:
+        """With another scale; there is nothing to check before a forward pass."""
         return replace(self, scale=self.scale if scale is None else scale)
 
     def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:

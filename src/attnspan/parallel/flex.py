@@ -14,7 +14,7 @@
 [torch.Size([1, 2, 128, 8]), torch.Size([1, 2, 128, 8])]
 
 A call passes its mask and score_mod as functions, which count as what they compute at the time of the call.
-attentions.py finds or makes the attention for them. Compiled code has to be given a `BoundAttention` instead.
+attentions.py finds or makes the attention for them. Compiled code has to be given a `SessionAttention` instead.
 
 Shapes: query (B, H, S, D), key (B, Hk, S, D), value (B, Hk, S, Dv), S this rank's tokens.
 """
@@ -26,11 +26,11 @@ from torch.nn.attention.flex_attention import AuxOutput
 
 from attnspan.attention.inputs import Inputs
 from attnspan.errors import AttentionError
-from attnspan.parallel.attentions import Attentions, BoundAttention
+from attnspan.parallel.attentions import Attentions, SessionAttention
 from attnspan.parallel.call_args import FlexArgs, FlexResult
+from attnspan.parallel.checkpoint_checks import CallContext
 from attnspan.parallel.eager import eagerly, skip_frames
-from attnspan.parallel.flex_checks import check_args, check_bound, check_single, check_unsplit
-from attnspan.parallel.guards import Entry
+from attnspan.parallel.flex_checks import check_args, check_session_attention, check_single, check_unsplit
 from attnspan.parallel.run_attention import run_attention
 
 UNBOUND = (
@@ -40,14 +40,14 @@ UNBOUND = (
 
 
 def flex_attention(
-    attentions: Attentions, args: FlexArgs, name: str | None = None, entry: Entry = "eager"
+    attentions: Attentions, args: FlexArgs, name: str | None = None, context: CallContext = "eager"
 ) -> FlexResult:
-    """flex_attention of a session. `name` is the mask that a block was opened for, if it was."""
+    """flex_attention of a session. `name` is the mask that a scope was opened for, if it was."""
     spec, block_mask = attentions.spec, args.block_mask
     check_args(args, spec)
-    if isinstance(block_mask, BoundAttention):
-        check_bound(block_mask, args, spec)
-        attend, captured = block_mask.by_entry[entry], block_mask.captured.for_query(args.query)
+    if isinstance(block_mask, SessionAttention):
+        check_session_attention(block_mask, args, spec)
+        attend, captured = block_mask.by_context[context], block_mask.captured.for_query(args.query)
     else:
         spec.check_scale(args.scale)
         if torch.compiler.is_dynamo_compiling():  # functions are traced between two graphs, if there may be two

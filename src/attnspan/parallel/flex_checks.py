@@ -16,7 +16,7 @@ from attnspan.parallel.dtensors import is_split
 from attnspan.parallel.session_spec import SessionSpec
 
 if TYPE_CHECKING:
-    from attnspan.parallel.attentions import BoundAttention
+    from attnspan.parallel.attentions import SessionAttention
 
 PROMISES = ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
 """Options that describe the mask, and change nothing."""
@@ -61,7 +61,7 @@ def _check_options(options: Mapping[str, object]) -> None:
             )
 
 
-def check_bound(known: BoundAttention, args: FlexArgs, spec: SessionSpec) -> None:
+def check_session_attention(known: SessionAttention, args: FlexArgs, spec: SessionSpec) -> None:
     if known.spec is not spec:
         raise AttentionError(
             "block_mask is an attention of another session; ask for it by the session that sharded the tensors"

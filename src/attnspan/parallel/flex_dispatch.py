@@ -1,18 +1,18 @@
-"""Dispatch of torch's flex_attention to the context parallel block of the current thread.
+"""Dispatch of torch's flex_attention to the context parallel scope of the current thread.
 
 SDPA is passed to torch function modes (sdpa.py); flex_attention is a plain Python function, and is not. Its operator
 is, but before that it has already refused the BlockMask of the whole sequence for the queries of a shard. So while a
-``cp.flex()`` block is open, the code object of flex_attention is replaced by one that looks for a block among the modes
+``cp.flex()`` scope is open, the code object of flex_attention is replaced by one that looks for a scope among the modes
 of the thread, and calls torch's code if there is none. Replacing the code works under whatever name the function was
 imported or compiled, as there is only one function object.
 
-[Note: other code] The first block or attachment that needs it, in any thread, installs the replacement, and the last
-one removes it. In a thread without a block it costs a look at an empty stack. torch.compile traces it and guards on it,
+[Note: other code] The first scope or attachment that needs it, in any thread, installs the replacement, and the last
+one removes it. In a thread without a scope it costs a look at an empty stack. torch.compile traces it and guards on it,
 like any code.
 
-[Note: without it] A block of ``cp.sdpa()`` does not replace the code. torch's own code then ends in an error, both
+[Note: without it] A scope of ``cp.sdpa()`` does not replace the code. torch's own code then ends in an error, both
 eager and compiled: it refuses a BlockMask of other lengths, or calls its operator, which the mode intercepts and
-refuses. `raised_in_flex` recognises both when the block ends, so that the error can say what to do.
+refuses. `raised_in_flex` recognises both when the scope ends, so that the error can say what to do.
 
 Knows nothing of sessions.
 """
@@ -33,12 +33,16 @@ from attnspan.assumptions import Assumption
 from attnspan.parallel.eager import skip_frames
 
 _FLEX = torch_flex.flex_attention
-_LOCK = RLock()  # garbage collection may end a block in any thread, at any time
-_OPEN = [0]  # blocks and attachments that need it, of all threads
+_LOCK = RLock()  # garbage collection may end a scope in any thread, at any time
+_OPEN = [0]  # scopes and attachments that need it, of all threads
 
 
-class FlexMode(TorchFunctionMode):
-    """The base of `AttentionMode` (sdpa.py): a mode to which `dispatch` passes calls of flex_attention."""
+class DispatchTarget(TorchFunctionMode):
+    """A mode to which `dispatch` passes calls of flex_attention.
+
+    The one such mode is `AttentionMode`. It is in sdpa.py, which imports this file, so `dispatch` knows it by this
+    base.
+    """
 
     if TYPE_CHECKING:  # torch's, which it does not annotate
 
@@ -52,10 +56,10 @@ class FlexMode(TorchFunctionMode):
 
 
 def install() -> None:
-    """To be called when a block or an attachment begins that needs it. See [Note: other code]."""
+    """To be called when a scope or an attachment begins that needs it. See [Note: other code]."""
     with _LOCK:
         DISPATCHES.verify()
-        _OPEN[0] += 1  # first: a block that is collected in between ends, and may be the last before this one
+        _OPEN[0] += 1  # first: a scope that is collected in between ends, and may be the last before this one
         if _FLEX.__code__ is not _CODE:
             _FLEX.__code__ = _CODE
 
@@ -76,10 +80,10 @@ def raised_in_flex(raised: object) -> TypeGuard[Exception]:
 
 
 def dispatch(*args: object, **kwargs: object) -> object:
-    """flex_attention by the innermost block of this thread, or by torch."""
+    """flex_attention by the innermost scope of this thread, or by torch."""
     for index in reversed(range(torch._C._len_torch_function_stack())):
         mode = torch._C._get_function_stack_at(index)
-        if isinstance(mode, FlexMode):
+        if isinstance(mode, DispatchTarget):
             return mode.flex_attention(*args, **kwargs)
     return torch_flex_attention(*args, **kwargs)
 
@@ -106,7 +110,7 @@ def _replacement(
 _CODE = _replacement.__code__.replace(co_name=_FLEX.__name__)
 
 
-# A thread without a block may have compiled flex_attention itself: torch's own code is then compiled as usual.
+# A thread without a scope may have compiled flex_attention itself: torch's own code is then compiled as usual.
 skip_frames(_CODE, callees=False)
 skip_frames(dispatch.__code__, callees=False)
 
@@ -118,26 +122,26 @@ torch_flex_attention = FunctionType(
 torch_flex_attention.__kwdefaults__ = _FLEX.__kwdefaults__
 
 
-class _FlexProbe(FlexMode):
+class _FlexProbe(DispatchTarget):
     def flex_attention(self, *args: object, **kwargs: object) -> object:
         return args, kwargs
 
 
 def _reaches() -> bool:
-    """Whether the replacement has torch's signature, and calls the innermost block."""
+    """Whether the replacement has torch's signature, and calls the innermost scope."""
     ours, torchs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
         for function in (_replacement, torch_flex_attention)
     )
     other = FunctionType(_CODE, _FLEX.__globals__, _FLEX.__name__, _FLEX.__defaults__, _FLEX.__closure__)
     other.__kwdefaults__ = _FLEX.__kwdefaults__
-    with FlexMode(), _FlexProbe():
+    with DispatchTarget(), _FlexProbe():
         found = other("q", "k", "v", return_aux="aux")
     return ours == torchs and found == (("q", "k", "v", None, None, None, False, False, None), {"return_aux": "aux"})
 
 
 DISPATCHES = Assumption(
-    "a call of flex_attention reaches the innermost block",
+    "a call of flex_attention reaches the innermost scope",
     "parallel/flex_dispatch.py",
     "the code and signature of `flex_attention`, `torch._C._len_torch_function_stack`, `_get_function_stack_at`",
     _reaches,

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention inside a block: F.multi_head_attention_forward with the SDPA of a session.
+"""nn.MultiheadAttention inside a scope: F.multi_head_attention_forward with the SDPA of a session.
 
 torch passes this function to the torch function mode, which is disabled while it handles the call, so that the SDPA
 call inside is not intercepted. So the function's code runs with other globals, in which SDPA is the session's. In eager

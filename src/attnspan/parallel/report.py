@@ -2,8 +2,8 @@
 
 Calls are counted where attention runs (attention/uses.py), so layers that bypass it are missing;
 `ContextParallel.assert_used` proves that there are none. Bytes are those received from other ranks, derived from the
-plan (plan/traffic.py); a replay of a checkpointed region counts as a forward pass. Traffic of other methods of the
-session is not counted.
+plan (plan/traffic.py); the recomputation of a checkpointed region counts as a forward pass. Traffic of other methods of
+the session is not counted.
 
 Times are the medians of the latest passes on this rank (attention/pass_timer.py), next to the cost model's prediction,
 with a warning if they differ by more than half of it. Nothing is predicted on virtual ranks, which share one device.
@@ -44,7 +44,7 @@ class ReportLine:
     shape: Shape
     rank: int
     calls: int
-    replays: int
+    recomputed: int
     backwards: int
     from_kept: int  # of the backward passes, those from kept keys
     forward: PassTime
@@ -57,11 +57,11 @@ class ReportLine:
 
     @property
     def received(self) -> Bytes:
-        """Bytes that arrived in forward passes (replays too), and in backward passes."""
+        """Bytes that arrived in forward passes (recomputed ones too), and in backward passes."""
         plan, shape, rank, rounds = self.plan, self.shape, self.rank, self.machine.rounds
         each, kept = (received_bytes(plan, shape, rank, kept=kept, rounds=rounds) for kept in (False, True))
         backward = (self.backwards - self.from_kept) * each.backward + self.from_kept * kept.backward
-        return Bytes((self.calls + self.replays) * each.forward, backward)
+        return Bytes((self.calls + self.recomputed) * each.forward, backward)
 
     @property
     def pairs(self) -> float:
@@ -114,7 +114,7 @@ class PastUses:
 
     mask: str = ""
     calls: int = 0
-    replays: int = 0
+    recomputed: int = 0
     backwards: int = 0
     received: Bytes = NOTHING
     pairs: float = 0
@@ -127,12 +127,13 @@ class PastUses:
         for line in lines:
             uses.forget((line.plan, line.shape))
         sums = Report(rank, 0, (self, *lines))
-        counts = (sums.calls, sums.replays, sums.backwards)
+        counts = (sums.calls, sums.recomputed, sums.backwards)
         return PastUses(self.mask, *counts, sums.received, sums.pairs, sums.all_pairs)
 
 
 class RecurrenceUse(NamedTuple):
-    """How often a rule ran, replays included, and the bytes of maps that arrive in its forward and backward passes."""
+    """How often a rule ran, recomputations included, and the bytes of maps that arrive in its forward and backward
+    passes."""
 
     calls: int = 0
     forward: int = 0
@@ -154,9 +155,9 @@ class Report:
         return sum(line.calls for line in self.lines)
 
     @property
-    def replays(self) -> int:
+    def recomputed(self) -> int:
         """Forward passes that activation checkpointing ran again."""
-        return sum(line.replays for line in self.lines)
+        return sum(line.recomputed for line in self.lines)
 
     @property
     def backwards(self) -> int:
@@ -190,14 +191,14 @@ class Report:
         return tuple(line.warning for line in self.lines if line.warning)
 
     def __str__(self) -> str:
-        head = ["mask", "strategy", "calls", "replays", "backwards", "pairs", "received forward", "backward"]
+        head = ["mask", "strategy", "calls", "recomputed", "backwards", "pairs", "received forward", "backward"]
         head += ["predicted", "measured"]
         lines = [
             [
                 line.mask or "-",
                 line.strategy,
                 line.calls,
-                line.replays,
+                line.recomputed,
                 line.backwards,
                 f"{line.pairs:,.0f}",
                 *(in_bytes(size) for size in line.received),
@@ -220,16 +221,16 @@ def report(rank: int, ranks: int, uses: Mapping[str, Uses], past: PastUses, mach
     lines: list[ReportLine | PastUses] = [
         _line_of(name, used, use, rank, machine) for name, used in uses.items() for use in _used(used)
     ]
-    return Report(rank, ranks, (*lines, past) if past.calls or past.replays or past.backwards else tuple(lines))
+    return Report(rank, ranks, (*lines, past) if past.calls or past.recomputed or past.backwards else tuple(lines))
 
 
 def _used(uses: Uses) -> Iterable[tuple[Plan, Shape]]:
     """What was used, the oldest first."""
-    return [(plan, shape) for plan, shape in {**uses.forward, **uses.replayed, **uses.backward} if shape is not None]
+    return [(plan, shape) for plan, shape in {**uses.forward, **uses.recomputed, **uses.backward} if shape is not None]
 
 
 def _line_of(name: str, uses: Uses, use: tuple[Plan, Shape], rank: int, machine: Machine) -> ReportLine:
-    counts = (uses.forward[use], uses.replayed[use], uses.backward[use], uses.from_kept[use])
+    counts = (uses.forward[use], uses.recomputed[use], uses.backward[use], uses.from_kept[use])
     return ReportLine(name, *use, rank, *counts, uses.took("forward", use), uses.took("backward", use), machine)
 
 

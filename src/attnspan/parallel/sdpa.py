@@ -1,8 +1,8 @@
-"""``with cp.sdpa():`` makes F.scaled_dot_product_attention context parallel in the block, in the current thread.
+"""``with cp.sdpa():`` makes F.scaled_dot_product_attention context parallel in the scope, in the current thread.
 
-The block is a torch function mode: it intercepts every call of a torch function, under whatever name it was imported,
+The scope is a torch function mode: it intercepts every call of a torch function, under whatever name it was imported,
 and inside torch.compile. The arguments of SDPA are checked against the session, which then computes the call or
-refuses it. ``with cp.flex():`` is such a block for flex_attention as well (flex_dispatch.py), whose calls bring their
+refuses it. ``with cp.flex():`` is such a scope for flex_attention as well (flex_dispatch.py), whose calls bring their
 own masks (flex.py). Attention by any other function (flex_attention in ``cp.sdpa()``, varlen, the fused encoder layer,
 MultiheadAttention with weights) would only see this rank's tokens and is refused, as are ops of other libraries with
 attention in their names. A mode cannot intercept TorchScript, kernels that are not ops, ops with other names (``fwd``),
@@ -17,7 +17,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +28,17 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from attnspan.assumptions import Assumption
 from attnspan.errors import AttentionError
 from attnspan.parallel import checkpoint_regions, flex_dispatch, multihead
-from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs, flex_args, sdpa_args
-from attnspan.parallel.compiled_checkpoints import enter_empty_block
+from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs
+from attnspan.parallel.checkpoint_checks import CallContext
+from attnspan.parallel.compiled_checkpoints import enter_empty_scope
 from attnspan.parallel.eager import eagerly, skip_frames
-from attnspan.parallel.flex_dispatch import FlexMode, raised_in_flex
-from attnspan.parallel.guards import Entry
-from attnspan.parallel.handler import Handler
+from attnspan.parallel.flex_dispatch import DispatchTarget, raised_in_flex
+from attnspan.parallel.handler import AttentionHandler
 from attnspan.parallel.multihead import check_weights
 
 Function = Callable[..., object]
-Args = tuple[object, ...]
-Kwargs = Mapping[str, object]
+Args = tuple[Any, ...]  # whatever the caller gave
+Kwargs = Mapping[str, Any]
 
 FUSED = {
     torch._transformer_encoder_layer_fwd,
@@ -54,14 +54,14 @@ ATTENTION_NAMES = re.compile(r"(?<!fl)att(?!er)|flash|fmha|mha_|(?<!f)sdp(?!_cho
 """Matches names of attention functions, and not flatten, scatter or FSDP."""
 
 
-class AttentionMode(FlexMode):
-    """A block in which SDPA is a session's attention, and flex_attention too if `flex` says so."""
+class AttentionMode(DispatchTarget):
+    """A scope in which SDPA is a session's attention, and flex_attention too if `flex` says so."""
 
-    def __init__(self, handler: Handler, flex: bool = False, entry: Entry | None = None):
+    def __init__(self, handler: AttentionHandler, flex: bool = False, context: CallContext | None = None):
         super().__init__()
         self.handler, self.flex = handler, flex
-        self.entry = entry  # the way of entry of compiled calls, if this block repeats one that was entered before
-        self.compiled = False  # whether the block itself is in compiled code
+        self.context = context  # the context of compiled calls, if this scope repeats one that was entered before
+        self.compiled = False  # whether the scope itself is in compiled code
         self.pushed: list[bool] = []  # for each time it is open: whether it is on torch's stack of modes
 
     def __enter__(self) -> AttentionMode:
@@ -69,7 +69,7 @@ class AttentionMode(FlexMode):
         if self.compiled:
             return super().__enter__()
         MODE_INTERCEPTS.verify()
-        checkpoint_regions.enter()
+        checkpoint_regions.scope_opened()
         around = _get_current_function_mode()
         # A second mode equal to the active one would add overhead to every call of torch, and change nothing.
         same = isinstance(around, AttentionMode) and around.handler is self.handler and around.flex == self.flex
@@ -82,7 +82,7 @@ class AttentionMode(FlexMode):
         if self.compiled:
             super().__exit__(*raised)
             return
-        checkpoint_regions.leave()
+        checkpoint_regions.scope_closed()
         if self.flex:
             flex_dispatch.uninstall()
         if self.pushed.pop():
@@ -101,22 +101,22 @@ class AttentionMode(FlexMode):
             return self._eager_call(func, name, args, kwargs)
         return func(*args, **kwargs)
 
-    def flex_attention(self, *args: object, **kwargs: object) -> FlexResult:
+    def flex_attention(self, *args: Any, **kwargs: Any) -> FlexResult:
         """A call of flex_attention, which flex_dispatch.py hands over."""
-        if not self.flex:  # another block or attachment has put the dispatch in place
+        if not self.flex:  # another scope or attachment has put the dispatch in place
             raise AttentionError(NO_FLEX)
         if not torch.compiler.is_compiling():
-            return eagerly(_eager_flex)(self.handler, flex_args(*args, **kwargs))
-        return self.handler.flex(self._compiled_entry(), flex_args(*args, **kwargs))
+            return eagerly(_eager_flex)(self.handler, FlexArgs(*args, **kwargs))
+        return self.handler.flex(self._compiled_context(), FlexArgs(*args, **kwargs))
 
-    def _compiled_entry(self) -> Entry:
-        """Whether compiled code enters the block itself: see [Note: ways of entry] in guards.py."""
-        return self.entry or ("compiled_with_block" if self.compiled else "compiled_in_block")
+    def _compiled_context(self) -> CallContext:
+        """Whether compiled code enters the scope itself: see [Note: call contexts] in checkpoint_checks.py."""
+        return self.context or ("compiled_scope" if self.compiled else "compiled_call")
 
     def _eager_call(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> object:
         """An op, or a function with attention in its name."""
         if func is F.scaled_dot_product_attention or func in SDPA_OPS:
-            return self.handler.sdpa("eager", sdpa_args(*args, **kwargs))
+            return self.handler.sdpa("eager", SdpaArgs(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             check_weights(args, kwargs)
             return self.handler.multi_head(*args, **kwargs)
@@ -129,7 +129,7 @@ class AttentionMode(FlexMode):
     def _traced_call(self, func: Function, args: Args, kwargs: Kwargs) -> object:
         """The same under torch.compile, which traces this code: only comparisons by identity."""
         if func is F.scaled_dot_product_attention or func is SDPA_OPS[0] or func is SDPA_OPS[1]:
-            return self.handler.sdpa(self._compiled_entry(), sdpa_args(*args, **kwargs))
+            return self.handler.sdpa(self._compiled_context(), SdpaArgs(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             check_weights(args, kwargs)
             raise AttentionError(
@@ -155,15 +155,15 @@ class AttentionMode(FlexMode):
         if func is torch.ops.higher_order.flex_attention:
             raise AttentionError(NO_OPERATOR if self.flex else NO_FLEX)
         if not self.compiled:
-            enter_empty_block()
-        entry = self._compiled_entry()
-        return tuple(self._reentering(arg, entry) if callable(arg) else arg for arg in args)
+            enter_empty_scope()
+        context = self._compiled_context()
+        return tuple(self._reentering(arg, context) if callable(arg) else arg for arg in args)
 
-    def _reentering(self, function: Function, entry: Entry | None = None) -> Function:
+    def _reentering(self, function: Function, context: CallContext | None = None) -> Function:
         handler, flex = self.handler, self.flex
 
         def entered(*args: object, **kwargs: object) -> object:
-            with AttentionMode(handler, flex, entry):
+            with AttentionMode(handler, flex, context):
                 return function(*args, **kwargs)
 
         return entered
@@ -172,7 +172,7 @@ class AttentionMode(FlexMode):
 skip_frames(AttentionMode.__torch_function__.__code__)
 
 
-def _eager_flex(handler: Handler, args: FlexArgs) -> FlexResult:
+def _eager_flex(handler: AttentionHandler, args: FlexArgs) -> FlexResult:
     return handler.flex("eager", args)
 
 
@@ -235,8 +235,8 @@ def _intercepts() -> bool:
     given = (x, x, x, 4, 1, weight, weight[:, 0], None, None, False, 0.0, weight[:4], weight[:4, 0], False, None, False)
     seen: list[SdpaArgs] = []
 
-    def attend(*args: object, **kwargs: object) -> Tensor:
-        seen.append(sdpa_args(*args, **kwargs))
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(SdpaArgs(*args, **kwargs))
         return seen[-1].value
 
     with _ModeProbe() as probe:

@@ -38,7 +38,7 @@ from attnspan.masks.borders import documents_of
 from attnspan.parallel import loss
 from attnspan.parallel.attach import Attachment, attach
 from attnspan.parallel.attached_modules import ModulePatterns
-from attnspan.parallel.attentions import Attentions, BoundAttention
+from attnspan.parallel.attentions import Attentions, SessionAttention
 from attnspan.parallel.batch import Batch, shard_batch
 from attnspan.parallel.call_args import FlexArgs, FlexResult
 from attnspan.parallel.eager import skip_frames
@@ -120,12 +120,12 @@ class ContextParallel:
         other.family = self.family
         return other
 
-    def cross(self, keys: ContextParallel, mask: Mask | None = None, *, scale: float | None = None) -> BoundAttention:
+    def cross(self, keys: ContextParallel, mask: Mask | None = None, *, scale: float | None = None) -> SessionAttention:
         """Attention of this session's queries over the keys of another: `cross(q, k, v)` with a shard of each."""
         if keys.transport != self.transport:
             raise AttentionError("cross-attention needs queries and keys on the same ranks, got two groups")
         attend = self.spec.bind_attention(Full() if mask is None else mask, keys.spec)
-        return BoundAttention(self.spec, attend if scale is None else attend.variant(scale=scale))
+        return SessionAttention(self.spec, attend if scale is None else attend.variant(scale=scale))
 
     # ---- what it is ----------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class ContextParallel:
         key: Tensor,
         value: Tensor,
         score_mod: ScoreFunction | None = None,
-        block_mask: BlockMask | Mask | BoundAttention | str | None = None,
+        block_mask: BlockMask | Mask | SessionAttention | str | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
         return_lse: bool = False,
@@ -226,7 +226,7 @@ class ContextParallel:
         *,
         scale: float | None = None,
         score_mod: ScoreFunction | None = None,
-    ) -> BoundAttention:
+    ) -> SessionAttention:
         """Attention under a mask, a scale and a score_mod, made once and called with shards: `attend(q, k, v)`.
 
         `mask` is a mask, the BlockMask of the whole sequence, or the name of one of the session's; None stands for the
@@ -264,7 +264,7 @@ class ContextParallel:
         return attach(self, model, modules, mask, flex)
 
     def _handler(self, name: str) -> SessionHandler:
-        """The handler of blocks under a mask; made once, in eager code."""
+        """The handler of scopes under a mask; made once, in eager code."""
         if name not in self._handlers:
             if torch.compiler.is_compiling():
                 raise AttentionError("under torch.compile, call cp.sdpa() once outside before it is used inside")

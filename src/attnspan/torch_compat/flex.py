@@ -95,7 +95,7 @@ def part_of_mask(mask: Mask, ranks: MeshRanks, layout: Layout, size: Any) -> Blo
     device = ranks.transport.device
     parts = [local_block_mask(plan, session.rank, keys=keys, block_size=size, device=device) for keys in every]
     part = parts[0] if len(parts) == 1 else _joined(parts)
-    setattr(part, PART, WholeMask(session.spec, session.attention_for(mask).attention, None))
+    setattr(part, PART, WholeMask(session.spec, session.attention_for(mask).attend, None))
     return part
 
 

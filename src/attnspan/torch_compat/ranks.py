@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.errors import AttentionError, ShardError
 from attnspan.layouts import Contiguous, HeadTail, Layout
-from attnspan.parallel.handler import Handler
+from attnspan.parallel.handler import AttentionHandler
 from attnspan.parallel.sdpa import AttentionMode
 from attnspan.parallel.session import ContextParallel
 from attnspan.torch_compat.errors import AttentionNotImplemented
@@ -109,7 +109,7 @@ class MeshRanks:
         self.use(order)
         self._remember(order)
         self.entered.append(order)
-        mode = AttentionMode(self._handler(order, guarded=True), flex=True)
+        mode = AttentionMode(self._handler(order, watched=True), flex=True)
         lifetime = Lifetime(mode)
         self.lifetimes.append(lifetime)
         try:
@@ -176,30 +176,32 @@ class MeshRanks:
     # ---- what is made for an order -------------------------------------------------------------------------------
 
     def mode(self, flex: bool = False) -> AttentionMode:
-        """A block in which SDPA, and flex_attention if asked for, are context parallel, in the latest order."""
+        """A scope in which SDPA, and flex_attention if asked for, are context parallel, in the latest order."""
         return AttentionMode(self.handler or self._handler(self.order), flex)
 
-    def _handler(self, order: Order, guarded: bool = False) -> Handler:
+    def _handler(self, order: Order, watched: bool = False) -> AttentionHandler:
         strategy = _cp_options.strategy
         if order.seq_len is not None:
-            return self.causal_or_full(order, strategy, guarded)
+            return self.causal_or_full(order, strategy, watched)
 
         def measured(tokens: int) -> CausalOrFull:
             length = self.length(order.layout, self.sizes(tokens))
-            return self.causal_or_full(Order(order.layout, length), strategy, guarded)
+            return self.causal_or_full(Order(order.layout, length), strategy, watched)
 
         return DeferredHandler(measured)
 
     def _session(self, layout: Layout, seq_len: int, strategy: str = "gather") -> ContextParallel:
         return ContextParallel(self.transport, seq_len=seq_len, mask=MASKS, layout=layout, strategy=strategy)
 
-    def _causal_or_full(self, order: Order, strategy: str, guarded: bool = False) -> CausalOrFull:
+    def _causal_or_full(self, order: Order, strategy: str, watched: bool = False) -> CausalOrFull:
         assert order.seq_len is not None, "asked once the length is known"
-        return CausalOrFull(self.session(order.layout, order.seq_len, strategy), self._guard if guarded else None)
+        return CausalOrFull(
+            self.session(order.layout, order.seq_len, strategy), self._watch_regions if watched else None
+        )
 
-    def _guard(self) -> None:
+    def _watch_regions(self) -> None:
         if self.lifetimes:  # a compiled backward pass may run the op again when there is none: it has all that it needs
-            self.lifetimes[-1].guard()
+            self.lifetimes[-1].watch_regions()
 
     def __deepcopy__(self, memo: Any) -> MeshRanks:
         return self  # a copy of a model stays on its mesh

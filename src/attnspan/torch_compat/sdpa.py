@@ -6,7 +6,7 @@ Everything else, from how calls are seen to what is refused, is that of `attnspa
 [Note: backward inside] torch's programs run forward and backward inside one ``with context_parallel(...)``, with
 activation checkpointing between. Even so, the second run of a region is not in the context: `Tensor.backward` is a
 torch function, during which the mode is off, and autograd has threads of its own. So a region that calls attention is
-given a block around its second run. If the context was left by then, the buffers are no longer what they were, and that
+given a scope around its second run. If the context was left by then, the buffers are no longer what they were, and that
 raises.
 """
 
@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from attnspan.attention import Attention
 from attnspan.errors import AttentionError
 from attnspan.masks import Causal, Full
-from attnspan.parallel.attentions import BoundAttention
+from attnspan.parallel.attentions import SessionAttention
 from attnspan.parallel.call_args import FlexArgs, FlexResult, SdpaArgs
+from attnspan.parallel.checkpoint_checks import CallContext, CheckpointChecks
 from attnspan.parallel.checkpoint_regions import regions, rerun_through
-from attnspan.parallel.guards import Entry, Guards
-from attnspan.parallel.handler import Handler, SessionHandler
+from attnspan.parallel.handler import AttentionHandler, SessionHandler
 from attnspan.parallel.sdpa import AttentionMode
 from attnspan.parallel.session import ContextParallel
 from attnspan.parallel.session_spec import SessionSpec
@@ -36,29 +36,29 @@ from attnspan.torch_compat.errors import AttentionNotImplemented
 MASKS = {"causal": Causal(), "full": Full()}
 
 
-class CausalOrFull(Handler):
+class CausalOrFull(AttentionHandler):
     """Causal or full attention of a session, as each call of SDPA says. flex_attention brings its mask.
 
-    `guard` is checked before each call, instead of what a session checks by itself.
+    `check` runs before each call, instead of what a session checks by itself.
     """
 
-    def __init__(self, session: ContextParallel, guard: Callable[[], None] | None = None):
-        guards: Guards | None = None if guard is None else dict.fromkeys(get_args(Entry), guard)
+    def __init__(self, session: ContextParallel, check: Callable[[], None] | None = None):
+        checks: CheckpointChecks | None = None if check is None else dict.fromkeys(get_args(CallContext), check)
         self.spec = session.spec
-        self._causal, self._full = (CompatHandler(session.attentions, name, guards) for name in MASKS)
-        self._flex = SessionHandler(session.attentions, None, guards)
+        self._causal, self._full = (CompatHandler(session.attentions, name, checks) for name in MASKS)
+        self._flex = SessionHandler(session.attentions, None, checks)
 
-    def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
-        return (self._causal if args.is_causal else self._full).sdpa(entry, args)
+    def sdpa(self, context: CallContext, args: SdpaArgs) -> Tensor:
+        return (self._causal if args.is_causal else self._full).sdpa(context, args)
 
-    def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
+    def flex(self, context: CallContext, args: FlexArgs) -> FlexResult:
         """A BlockMask that was made for this rank stands for the whole one."""
         whole: WholeMask | None = getattr(args.block_mask, PART, None)
         if whole is not None:
-            if entry == "eager":
+            if context == "eager":
                 whole.check(self.spec)
-            args = args._replace(block_mask=whole.mask if entry == "eager" else whole)
-        return self._flex.flex(entry, args)
+            args = args._replace(block_mask=whole.mask if context == "eager" else whole)
+        return self._flex.flex(context, args)
 
 
 class CompatHandler(SessionHandler):
@@ -86,22 +86,22 @@ class CompatHandler(SessionHandler):
             raise type(wrong)(str(told)) from None
 
 
-class DeferredHandler(Handler):
+class DeferredHandler(AttentionHandler):
     """`CausalOrFull`, of a sequence whose length is known once the first call comes."""
 
     def __init__(self, ask: Callable[[int], CausalOrFull]):
         self._ask = ask
         self._known: CausalOrFull | None = None
 
-    def sdpa(self, entry: Entry, args: SdpaArgs) -> Tensor:
-        return self._handler(entry, args.query).sdpa(entry, args)
+    def sdpa(self, context: CallContext, args: SdpaArgs) -> Tensor:
+        return self._handler(context, args.query).sdpa(context, args)
 
-    def flex(self, entry: Entry, args: FlexArgs) -> FlexResult:
-        return self._handler(entry, args.query).flex(entry, args)
+    def flex(self, context: CallContext, args: FlexArgs) -> FlexResult:
+        return self._handler(context, args.query).flex(context, args)
 
-    def _handler(self, entry: Entry, query: Tensor) -> CausalOrFull:
+    def _handler(self, context: CallContext, query: Tensor) -> CausalOrFull:
         if self._known is None:
-            if entry != "eager":
+            if context != "eager":
                 raise AttentionError("under torch.compile the length must be known: give context_parallel its buffers")
             local = query.to_local() if isinstance(query, DTensor) else query
             self._known = self._ask(local.shape[-2] if local.dim() > 1 else 0)
@@ -112,7 +112,7 @@ PART = "attnspan_part"
 """Where a BlockMask of this rank's rows keeps what it is a part of."""
 
 
-class WholeMask(BoundAttention):
+class WholeMask(SessionAttention):
     """The whole mask of a BlockMask that was made for one rank."""
 
     def check(self, spec: SessionSpec) -> None:
@@ -137,7 +137,7 @@ class Lifetime:
         self._around = [region.name for region in regions()]
         self._watched: WeakSet[Any] = WeakSet()
 
-    def guard(self) -> None:
+    def watch_regions(self) -> None:
         """Watch the regions around a call of attention. See [Note: backward inside]."""
         for region in regions(torch.is_grad_enabled()):
             ours = not any(region.name is name for name in self._around if name is not None)
@@ -145,7 +145,7 @@ class Lifetime:
                 self._watch(region.name)
 
     def _watch(self, region: Any) -> None:
-        """From here on the region runs again in a block of this context, or not at all."""
+        """From here on the region runs again in a scope of this context, or not at all."""
         if not rerun_through(region, self._run):
             raise AttentionError(f"activation checkpointing by {type(region).__name__} is not known; {ELSE}")
         self._watched.add(region)

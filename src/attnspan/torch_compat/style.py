@@ -16,8 +16,8 @@
 >>> [torch.allclose(out, expected, atol=1e-6) for out in loopback(ranks=2).run(rank)]
 [True, True]
 
-The module's forward runs in a block of its own, for the order in which `_context_parallel_shard` last cut a batch (see
-[Note: order] in ranks.py). Checkpointing a module that contains it runs that block again; if another batch was cut in
+The module's forward runs in a scope of its own, for the order in which `_context_parallel_shard` last cut a batch (see
+[Note: order] in ranks.py). Checkpointing a module that contains it runs that scope again; if another batch was cut in
 between, that raises.
 """
 
@@ -67,7 +67,7 @@ class _ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: Group) -> nn.Module:
         flex = self.attention_type is self.AttentionType.FLEX
         if flex:
-            flex_dispatch.install()  # while there is such a module: torch.compile follows a block without entering it
+            flex_dispatch.install()  # while there is such a module: torch.compile follows a scope without entering it
             finalize(module, flex_dispatch.uninstall)
         ours = functools.partial(_forward, ranks_of(mesh), flex, module.forward)
         module.forward = functools.update_wrapper(ours, module.forward)

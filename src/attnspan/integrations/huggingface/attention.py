@@ -94,7 +94,7 @@ def session_wants_latents(source: LatentSource, numbers: Tensor) -> bool:
         return False
     layer, attention = binding.layer, binding.enabled.current_pass().attentions[binding.kind_index]
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim, len(numbers)
-    return attention.attention.bound.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
+    return attention.attend.bound.latents_pay(Shape(*sizes, dtype_name(numbers.dtype), source.width))
 
 
 def tempered(query: Tensor, scales: Tensor) -> Tensor:

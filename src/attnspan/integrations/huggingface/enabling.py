@@ -92,7 +92,7 @@ from attnspan.integrations.huggingface.towers import (
 )
 from attnspan.masks import Documents, Full
 from attnspan.parallel import ContextParallel, checkpoint_regions
-from attnspan.parallel.attentions import BoundAttention
+from attnspan.parallel.attentions import SessionAttention
 from attnspan.parallel.checksum import Weights, check_same
 from attnspan.parallel.eager import eagerly
 from attnspan.parallel.soft_cap import soft_cap
@@ -478,7 +478,7 @@ class Enabled:
         layer_mask = LayerMask(False, None) if role == "cross" else LayerMask.of(layer)
         return LayerKind(role, layer_mask, layer.scale, layer.softcap, layer.bias)
 
-    def _bound_attention(self, kind: LayerKind, by_role: dict[LayerRole, Shards]) -> BoundAttention:
+    def _bound_attention(self, kind: LayerKind, by_role: dict[LayerRole, Shards]) -> SessionAttention:
         """The attention of layers of a kind, in a batch with these shards."""
         if kind.role == "cross":
             keys, session = by_role["encoder"], by_role["decoder"].session

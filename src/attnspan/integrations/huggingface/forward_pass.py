@@ -25,14 +25,14 @@ from attnspan.integrations.huggingface.losses import Count
 from attnspan.integrations.huggingface.masking import LayerMask
 from attnspan.integrations.huggingface.mixer_functions import ShardedTokens
 from attnspan.parallel import ContextParallel, checkpoint_regions
-from attnspan.parallel.attentions import BoundAttention
+from attnspan.parallel.attentions import SessionAttention
 
 LayerRole = Literal["only", "encoder", "decoder", "cross"]
 """Where a layer attends: in the only sequence, or one of two; "cross": queries of the decoder, keys of the encoder."""
 
 
 class LayerKind(NamedTuple):
-    """What layers that share a `BoundAttention` have in common."""
+    """What layers that share a `SessionAttention` have in common."""
 
     role: LayerRole
     layer_mask: LayerMask
@@ -47,7 +47,7 @@ class ForwardPass:
 
     session: ContextParallel  # of what is returned: the only sequence, or the decoder's
     encoder: ContextParallel | None
-    attentions: list[BoundAttention]  # by index in `Enabled.kinds`
+    attentions: list[SessionAttention]  # by index in `Enabled.kinds`
     layer_masks: list[LayerMask]  # in this batch, by index in `Enabled.kinds`
     calls_before: Counter[int]  # `calls_so_far` when it began
     mixer_tokens: ShardedTokens
@@ -136,7 +136,7 @@ class ModelPasses:
         return found
 
 
-def calls_so_far(attentions: Iterable[BoundAttention]) -> Counter[int]:
+def calls_so_far(attentions: Iterable[SessionAttention]) -> Counter[int]:
     """How often attention has run, by the id of the `Uses` that counts it."""
-    calls = [each.attention.bound.uses for each in attentions]
+    calls = [each.attend.bound.uses for each in attentions]
     return Counter({id(uses): uses.forward.total() for uses in calls})

@@ -1,11 +1,11 @@
-"""Guards: checks of attention in checkpointed regions, by the two rules of [Note: replays] in checkpoint_regions.py.
+"""Checks of attention in checkpointed regions, by the two rules of [Note: recomputation] in checkpoint_regions.py.
 
-[Note: ways of entry] A call of attention comes in one of three ways::
+[Note: call contexts] A call of attention comes from one of three contexts. A scope is `with cp.sdpa()` or its like::
 
-    eager                  from eager code: both rules are checked before the call
-    compiled_with_block    from compiled code that enters the block itself, also when it runs again: only the second
-                           rule, that the session is the same
-    compiled_in_block      from compiled code inside a block that eager code entered: both rules
+    eager             the call is in eager code: both rules are checked before it
+    compiled_scope    the `with` is compiled too, and entered again by the recomputation: only the second rule is
+                      checked, that the session is the same
+    compiled_call     only the call is compiled, inside a scope that eager code entered: both rules
 
 For compiled code the op checks them when it runs, since only then there is a stack to inspect.
 """
@@ -25,36 +25,39 @@ from attnspan.parallel import checkpoint_regions
 if TYPE_CHECKING:
     from attnspan.parallel.session_spec import SessionSpec
 
-Entry = Literal["eager", "compiled_with_block", "compiled_in_block"]
+CallContext = Literal["eager", "compiled_scope", "compiled_call"]
 
-Guards = Mapping[Entry, Callable[[], None]]
-"""The check before a call, by its way of entry."""
+CheckpointChecks = Mapping[CallContext, Callable[[], None]]
+"""The check before a call, by its context."""
 
 _USED: WeakKeyDictionary[object, WeakSet[SessionSpec]] = WeakKeyDictionary()  # of each region's first run
 
 
-def guards_of(spec: SessionSpec) -> Guards:
-    """The checks of a session. See [Note: ways of entry]."""
+def checks_of(spec: SessionSpec) -> CheckpointChecks:
+    """The checks of a session. See [Note: call contexts]."""
 
     def both(grad_enabled: bool = True) -> None:
-        check_block(grad_enabled)
+        check_scope(grad_enabled)
         check_session(spec)
 
     return {
         "eager": lambda: both(torch.is_grad_enabled()),
-        "compiled_with_block": lambda: check_session(spec),
-        "compiled_in_block": both,
+        "compiled_scope": lambda: check_session(spec),
+        "compiled_call": both,
     }
 
 
-def guarded(attend: Attention, guards: Guards) -> dict[Entry, Attention]:
-    """An attention for each way of entry; in eager code the caller checks."""
-    return {entry: attend if entry == "eager" else attend.variant(guard=guard) for entry, guard in guards.items()}
+def attention_by_context(attend: Attention, checks: CheckpointChecks) -> dict[CallContext, Attention]:
+    """An attention for each context; in eager code the caller checks."""
+    return {
+        context: attend if context == "eager" else attend.variant(check_before_forward=check)
+        for context, check in checks.items()
+    }
 
 
-def check_block(grad_enabled: bool = True) -> None:
-    """Refuse a call in a region that would run again without its block."""
-    if checkpoint_regions.recomputes_outside_block(grad_enabled):
+def check_scope(grad_enabled: bool = True) -> None:
+    """Refuse a call in a region that would run again without its scope."""
+    if checkpoint_regions.recomputes_outside_scope(grad_enabled):
         raise AttentionError(
             "attention inside activation checkpointing would run again in backward without its `with cp.sdpa()`, on "
             "this rank's tokens alone; use cp.attach(model), or enter cp.sdpa() inside the checkpointed function"
