@@ -28,7 +28,7 @@ from attnspan.attention import execute
 from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.inputs import Inputs
 from attnspan.errors import KernelError
-from attnspan.kernels import BackwardInputs, GradientBuffers, Spec, bands, flash4
+from attnspan.kernels import GradientBuffers, MergedOutputs, Spec, bands, flash4
 from attnspan.kernels.merge import PartialResult, merge
 from attnspan.masks import Mask
 from attnspan.masks.algebra import area
@@ -215,7 +215,7 @@ def by_band(work: Work) -> Times:
 
     def both() -> None:
         into = GradientBuffers(*(torch.empty_like(x) for x in (q, k, v)))
-        bands.backward(spec, BackwardInputs(grad, None, *forward()), q, k, v, tiles, into)
+        bands.backward(spec, MergedOutputs(grad, None, *forward()), q, k, v, tiles, into)
 
     return timed(forward), timed(both)
 
@@ -260,7 +260,7 @@ def ours(work: Work, schedule: Schedule, rank: int) -> Times:
 
     def both() -> None:
         out, lse = execute.forward(call, Inputs(q, k, v))
-        execute.backward(call, Inputs(q, k, v), BackwardInputs(grad, None, out, lse))
+        execute.backward(call, Inputs(q, k, v), MergedOutputs(grad, None, out, lse))
 
     with torch.no_grad(), random_arenas():
         return timed(lambda: execute.forward(call, Inputs(q, k, v))), timed(both)

@@ -42,7 +42,7 @@ from attnspan import Balanced, Causal, Documents, HeadTail, Layout, Mask, Plan
 from attnspan.attention import Attention, execute
 from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.inputs import Inputs
-from attnspan.kernels import BackwardInputs
+from attnspan.kernels import MergedOutputs
 from attnspan.testing import loopback
 from attnspan.transports.group import transport_of
 from benchmarks.corpus import lognormal
@@ -221,7 +221,7 @@ def memory(work: Workload, layout: str, strategy: str) -> dict[str, float]:
     with Live(k.dtype) as forward:
         out, lse = execute.forward(call, Inputs(q, k, v))
     with Live(k.dtype) as backward:
-        execute.backward(call, Inputs(q, k, v), BackwardInputs(grad, None, out, lse))
+        execute.backward(call, Inputs(q, k, v), MergedOutputs(grad, None, out, lse))
     return {
         "said": said,
         "own": k.nbytes + v.nbytes,

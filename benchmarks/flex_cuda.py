@@ -23,7 +23,7 @@ from attnspan.attention import execute
 from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.inputs import Inputs
 from attnspan.attention.score import Score
-from attnspan.kernels import BackwardInputs
+from attnspan.kernels import MergedOutputs
 from benchmarks.report import folded, header
 from benchmarks.silent import Silent, random_arenas
 
@@ -110,7 +110,7 @@ def ours(plan: Plan, kernel: str, score: Score | None, rank: int) -> tuple[float
 
     def both() -> None:
         out, lse = execute.forward(call, inputs)
-        execute.backward(call, inputs, BackwardInputs(grad, None, out, lse))
+        execute.backward(call, inputs, MergedOutputs(grad, None, out, lse))
 
     with torch.no_grad(), random_arenas():
         forward = timed(lambda: execute.forward(call, inputs))

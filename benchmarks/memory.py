@@ -18,7 +18,7 @@ from attnspan import Causal, HeadTail, Plan
 from attnspan.attention import execute
 from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.inputs import Inputs
-from attnspan.kernels import BackwardInputs
+from attnspan.kernels import MergedOutputs
 from attnspan.plan import Shape
 from attnspan.transports import Pending
 from benchmarks.report import command, folded, header, progress
@@ -60,7 +60,7 @@ def measured(plan: Plan, rank: int, shape: Shape, kernel: str) -> tuple[int, int
     torch.cuda.reset_peak_memory_stats()
     out, lse = execute.forward(call, Inputs(q, k, v))
     forward = torch.cuda.max_memory_allocated() - before
-    final = BackwardInputs(torch.randn_like(out), None, out, lse)
+    final = MergedOutputs(torch.randn_like(out), None, out, lse)
     torch.cuda.reset_peak_memory_stats()
     execute.backward(call, Inputs(q, k, v), final)
     return forward, torch.cuda.max_memory_allocated() - before

@@ -28,7 +28,7 @@ from attnspan.attention.lane import Lane
 from attnspan.attention.sums import DeferredSum
 from attnspan.attention.ulysses import HeadAllToAll
 from attnspan.attention.wire import ReturningGradients, StagedMessage
-from attnspan.kernels import AUTO, Accumulator, BackwardInputs, Dropout, PerTile, Spec, accumulator, blocks
+from attnspan.kernels import AUTO, Accumulator, Dropout, MergedOutputs, PerTile, Spec, accumulator, blocks
 from attnspan.masks import Causal, Mask, mask
 from attnspan.masks.columns import Columns
 from attnspan.masks.program import Program
@@ -608,7 +608,7 @@ def the_gradient_of_the_sink_is_not_reduced_over_ranks(plant):
 
 @defect
 def the_gradient_of_lse_is_dropped(plant):
-    plant(ops, "BackwardInputs", lambda real: lambda grad, grad_lse, *rest: real(grad, None, *rest))
+    plant(ops, "MergedOutputs", lambda real: lambda grad, grad_lse, *rest: real(grad, None, *rest))
 
 
 @defect
@@ -677,8 +677,8 @@ def the_mask_of_the_first_head_is_used_for_all(plant):
 @defect
 def scores_are_changed_forward_but_not_backward(plant):
     def bend(real):
-        def pulled(spec, raw, block, region, sums, slope, shares):
-            return slope(raw), real(spec, raw, block, region, sums, slope, shares)[1]
+        def pulled(spec, raw, block, step, sums, slope, shares):
+            return slope(raw), real(spec, raw, block, step, sums, slope, shares)[1]
 
         return pulled
 
@@ -723,7 +723,7 @@ def only_the_last_block_counts_for_a_captured_tensor(plant):
 
 @defect
 def the_gradient_of_lse_does_not_reach_programs(plant):
-    plant(BackwardInputs, "delta", lambda real: lambda self: real(replace(self, grad_lse=None)))
+    plant(MergedOutputs, "delta", lambda real: lambda self: real(replace(self, grad_lse=None)))
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from attnspan.attention import attention
 from attnspan.attention.lane import Lane
 from attnspan.attention.wire import MAX_RUNS
-from attnspan.kernels import rounds
+from attnspan.kernels import rounds_gradients
 from attnspan.layouts import Balanced, Contiguous, HeadTail, Striped
 from attnspan.masks import Causal, Documents, Full, KeyPadding, SlidingWindow
 from attnspan.plan import Shape
@@ -107,7 +107,7 @@ def weight(problem, dtype, heads=None):
 def said(problem, rank, way):
     """What the plan says travels in each step, as bytes by peer: keys by receives and sends, gradients by home ..."""
     plan = problem.plan
-    wide = way in ("home", "returns") and not rounds(problem.kernel, torch.device(problem.device))
+    wide = way in ("home", "returns") and not rounds_gradients(problem.kernel, torch.device(problem.device))
     each = weight(problem, torch.float32 if wide else problem.dtype)
     each *= 1 if plan.rows > 1 else problem.rows
     steps = []
@@ -279,7 +279,7 @@ def test_heads_cost_what_is_planned_forward_and_backward(heads, kv_heads, strate
     several members took its key head."""
     problem = Problem(MASK, HeadTail(4), 34, strategy, heads=heads, kv_heads=kv_heads, dim=4, value_dim=6, dtype=dtype)
     shape = Shape(heads, kv_heads, 4, 6, problem.rows, str(dtype).removeprefix("torch."))
-    rounded = rounds(problem.kernel, torch.device("cpu"))
+    rounded = rounds_gradients(problem.kernel, torch.device("cpu"))
 
     def rank(world):
         counting = Counting(world)

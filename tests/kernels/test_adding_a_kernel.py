@@ -51,7 +51,7 @@ from attnspan import Causal, HeadTail, attention
 from attnspan.attention.tuned import GroupTuning, hardware_for
 from attnspan.cli import doctor
 from attnspan.errors import KernelError
-from attnspan.kernels import KERNELS, Spec, fastest, refusals, rounds, toy
+from attnspan.kernels import KERNELS, Spec, kernel_for_tile, refusals, rounds_gradients, toy
 from attnspan.masks.tile import Tile
 from attnspan.measure import Tuning, tune
 from attnspan.plan import Shape
@@ -81,11 +81,11 @@ def run(kernel, tokens=16):
 full = lambda rows: Tile(range(rows), range(rows), 1 - rows, rows - 1)
 x = torch.empty(1, 2, 128, 8)
 found["asked for"], found["by auto"], found["refused"] = run("toy"), run("auto"), run("toy", 512)
-found["fastest"] = [fastest(Spec(1.0), x, x, x, full(rows)).name for rows in (64, 65)]
+found["fastest"] = [kernel_for_tile(Spec(1.0), x, x, x, full(rows)).name for rows in (64, 65)]
 found["explained"] = refusals(Spec(1.0), x, x, x, (full(65),))["toy"]
 found["doctor"] = [line for line in doctor.kernels("cpu", torch.bfloat16) if line.startswith("toy")]
 untuned = hardware_for(GroupTuning(), Shape(2, head_dim=8, dtype="float32"), CPU, "toy")
-found["rounds"] = rounds("toy", CPU), untuned.rounds
+found["rounds"] = rounds_gradients("toy", CPU), untuned.rounds
 asked = Tuning.of(CPU, head_dims=(8,), heads=2, sizes=(16, 64))
 table = tune(asked)
 found["measured"] = sorted({rate.kernel for rate in table.rates}), "toy" in table.explain()

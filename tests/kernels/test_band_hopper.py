@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnspan.kernels import BackwardInputs, GradientBuffers, Spec, band_hopper, bands
+from attnspan.kernels import GradientBuffers, MergedOutputs, Spec, band_hopper, bands
 from attnspan.masks.tile import Tile
 
 TILES = (
@@ -20,7 +20,7 @@ def results(q, k, v, grad, scale=0.1):
     spec = Spec(scale)
     out, lse = bands.forward(spec, q, k, v, TILES, torch.float32)
     into = GradientBuffers(torch.empty_like(q), *(torch.full_like(x, torch.nan, dtype=torch.float32) for x in (k, v)))
-    bands.backward(spec, BackwardInputs(grad, None, out.to(q.dtype), lse), q, k, v, TILES, into)
+    bands.backward(spec, MergedOutputs(grad, None, out.to(q.dtype), lse), q, k, v, TILES, into)
     return out, lse, into.dk, into.dv
 
 

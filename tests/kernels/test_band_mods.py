@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from attnspan.errors import KernelError
 from attnspan.kernels import (
     KERNELS,
-    BackwardInputs,
     GlobalPositions,
     GradientBuffers,
+    MergedOutputs,
     Mods,
-    Region,
     Spec,
+    StepTiles,
     band,
     band_mods,
     bands,
@@ -266,12 +266,12 @@ def test_every_program_is_compiled_for_hopper(monkeypatch, name, asks, learns):
     x, lse = torch.empty(1, 4, n, 128, dtype=torch.bfloat16), torch.empty(1, 4, n)
     tiles = (Tile(range(n), range(n), 1 - n, 0, needs_mask_mod=asks),)
     where = GlobalPositions(torch.arange(n), torch.arange(n), range(1), range(4), ((range(n),), (range(n),)))
-    region, spec = Region(tiles, lambda: where, captured), Spec(0.1, Mods(score, traced(documents)))
-    bands.forward(spec, x, x, x, tiles, x.dtype, band_mods.ModsArgs.of(spec, region))
+    step, spec = StepTiles(tiles, lambda: where, captured), Spec(0.1, Mods(score, traced(documents)))
+    bands.forward(spec, x, x, x, tiles, x.dtype, band_mods.ModsArgs.of(spec, step))
     grads = SimpleNamespace(captured=[torch.zeros_like(each) if learns else None for each in captured])
-    mods = band_mods.ModsArgs.of(spec, region, band_mods.wanted(spec, region, grads))
+    mods = band_mods.ModsArgs.of(spec, step, band_mods.wanted(spec, step, grads))
     into = GradientBuffers(*(torch.empty(1, 4, n, 128) for _ in range(3)))
-    bands.backward(spec, BackwardInputs(x, None, x, lse), x, x, x, tiles, into, mods)
+    bands.backward(spec, MergedOutputs(x, None, x, lse), x, x, x, tiles, into, mods)
     assert [each.name for each in compiled] == ["forward", "by_rows", "by_keys"]
     assert all(each.shared <= memory for each in compiled), compiled
 

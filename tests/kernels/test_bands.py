@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.kernels import AUTO, KERNELS, BackwardInputs, GradientBuffers, Spec, band_hopper, bands, choose_kernel
+from attnspan.kernels import AUTO, KERNELS, GradientBuffers, MergedOutputs, Spec, band_hopper, bands, choose_kernel
 from attnspan.kernels.agenda import agenda
 from attnspan.layouts import Balanced, HeadTail
 from attnspan.masks import Causal, Documents, Full, SlidingWindow
@@ -106,7 +106,7 @@ def test_one_call_is_all_of_its_tiles(mask, dtype, heads, dims, monkeypatch):
                 *(torch.ones_like(x, dtype=torch.float32) for x in (k, v)),
                 add_keys=True,
             )
-            bands.backward(spec, BackwardInputs(grad, grad_lse, out, lse), q, k, v, step.tiles, into)
+            bands.backward(spec, MergedOutputs(grad, grad_lse, out, lse), q, k, v, step.tiles, into)
             found = (out, lse, into.dq, into.dk - 1, into.dv - 1)
             rounding = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]  # of p and of scores
             for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, true, strict=True):

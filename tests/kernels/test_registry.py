@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnspan.errors import KernelError
-from attnspan.kernels import KERNELS, Spec, band, choose_kernel, fastest, refusals
+from attnspan.kernels import KERNELS, Spec, band, choose_kernel, kernel_for_tile, refusals
 from attnspan.masks.tile import Tile
 from tests.kernels.cases import deterministic
 
@@ -117,7 +117,7 @@ def test_a_refusal_is_a_reason(kernel, placed, tile, reason):
     ],
 )
 def test_auto_takes_the_fastest_that_can(placed, tile, chosen):
-    assert fastest(SPEC, *inputs(**placed), tile).name == chosen
+    assert kernel_for_tile(SPEC, *inputs(**placed), tile).name == chosen
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_auto_takes_the_fastest_that_can(placed, tile, chosen):
 )
 def test_without_triton_auto_takes_the_next(placed, tile, chosen, monkeypatch):
     monkeypatch.setattr(band, "has_triton", lambda: False)
-    assert fastest(SPEC, *inputs(**placed), tile).name == chosen
+    assert kernel_for_tile(SPEC, *inputs(**placed), tile).name == chosen
     reason = "band needs the package triton, which is not installed"
     with pytest.raises(KernelError, match=re.escape(f"kernel='band' cannot compute {tile}: {reason}; ")):
         choose_kernel("band", SPEC, *inputs(**placed), (tile,))
@@ -139,19 +139,19 @@ def test_without_triton_auto_takes_the_next(placed, tile, chosen, monkeypatch):
 def test_a_scale_of_nothing_is_refused_by_band_alone():
     """It looks for the largest score before scaling, and nothing times -inf is no number."""
     assert refusals(Spec(scale=0.0), *inputs(), (FULL,))["band"] == "band needs a scale other than 0"
-    assert fastest(Spec(scale=0.0), *inputs(), WINDOW).name == "cuda_flash"
+    assert kernel_for_tile(Spec(scale=0.0), *inputs(), WINDOW).name == "cuda_flash"
 
 
 def test_where_torch_must_be_deterministic_auto_leaves_cudnn_out_and_asking_for_it_is_refused():
     """See test_determinism.py for what the kernels do then."""
-    assert fastest(SPEC, *inputs(), CAUSAL).name == "cudnn"
+    assert kernel_for_tile(SPEC, *inputs(), CAUSAL).name == "cudnn"
     with deterministic():
-        assert fastest(SPEC, *inputs(), CAUSAL).name == "band"
+        assert kernel_for_tile(SPEC, *inputs(), CAUSAL).name == "band"
         reason = "cudnn's backward is not deterministic, which torch.use_deterministic_algorithms(True) asks for"
         with pytest.raises(KernelError, match=re.escape(f"{CAUSAL}: {reason}; for this tile use band or ")):
             choose_kernel("cudnn", SPEC, *inputs(), (CAUSAL,))
     with deterministic(warn_only=True):
-        assert fastest(SPEC, *inputs(), CAUSAL).name == "cudnn"
+        assert kernel_for_tile(SPEC, *inputs(), CAUSAL).name == "cudnn"
 
 
 def test_an_explicit_request_names_those_that_would_do():
@@ -175,4 +175,4 @@ def test_a_name_that_is_no_kernel_is_refused_with_the_nearest():
 
 def test_where_none_can_auto_tells_every_reason():
     with pytest.raises(KernelError, match=r"no kernel can; .*cudnn runs on.*reference needs a floating-point dtype"):
-        fastest(SPEC, *inputs(dtype="int64", device="cpu"), FULL)
+        kernel_for_tile(SPEC, *inputs(dtype="int64", device="cpu"), FULL)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnspan.kernels import KERNELS, PerTile, Region, cuda_flash, reference
+from attnspan.kernels import KERNELS, PerTile, StepTiles, cuda_flash, reference
 from attnspan.kernels.per_tile import JoinedTiles
 from attnspan.kernels.segments import Segment, SegmentCall, joined_tiles, packed_calls
 from attnspan.layouts import Balanced, Contiguous, HeadTail
@@ -159,6 +159,6 @@ def test_a_kernel_of_any_band_computes_joined_tiles(mask, strategy):
 
 def test_joined_tiles_are_fewer():
     (step,) = Plan(Causal(), HeadTail(4), 64, "gather").steps(0)
-    region = Region(step.tiles, lambda: None)
-    assert [tile.kind for tile in PerTile(cuda_flash).tiles(region)] == ["full", "causal", "causal"]
-    assert [tile.kind for tile in KERNELS["cuda_flash"].tiles(region)] == ["causal", "general"]
+    step = StepTiles(step.tiles, lambda: None)
+    assert [tile.kind for tile in PerTile(cuda_flash).tiles(step)] == ["full", "causal", "causal"]
+    assert [tile.kind for tile in KERNELS["cuda_flash"].tiles(step)] == ["causal", "general"]

@@ -13,7 +13,7 @@ from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.inputs import Inputs
 from attnspan.attention.kept import KeptKeys
 from attnspan.attention.latent import Expander
-from attnspan.kernels import AUTO, KERNELS, BackwardInputs, accumulator, bands
+from attnspan.kernels import AUTO, KERNELS, MergedOutputs, accumulator, bands
 from attnspan.plan import Shape
 from benchmarks.memory import Keeping
 from tests.plan.test_memory_growth import Live
@@ -59,7 +59,7 @@ def one_call_back(spec, final, q, k, v, tiles, into, *told):
 def stand_ins(monkeypatch):
     monkeypatch.setattr(type(AUTO), "kernel_for", lambda *args: Library)
     monkeypatch.setattr(lane, "choose_kernel", lambda name, *request: KERNELS["band"] if JOINS[name] else AUTO)
-    monkeypatch.setattr(lane, "rounds", lambda name, device: name != "band")
+    monkeypatch.setattr(lane, "rounds_gradients", lambda name, device: name != "band")
     monkeypatch.setattr(bands, "forward", one_call)
     monkeypatch.setattr(bands, "backward", one_call_back)
     monkeypatch.setattr(accumulator, "merge", lambda *parts: None)
@@ -79,7 +79,7 @@ def counted(plan, rank, kv_heads, kernel, kept=None):
         out, lse = execute.forward(call, Inputs(q, k, v), kept)
     grad = torch.zeros_like(out)
     with torch.no_grad(), Live() as backward:
-        execute.backward(call, Inputs(q, k, v), BackwardInputs(grad, None, out, lse), kept=kept)
+        execute.backward(call, Inputs(q, k, v), MergedOutputs(grad, None, out, lse), kept=kept)
     waiting = 0 if kept is None else plan.kept_bytes(rank, Shape(HEADS, kv_heads, DIM))
     return forward.peak + size(q, k, v), backward.peak + size(q, k, v, out, lse, grad) + waiting
 
@@ -120,7 +120,7 @@ def counted_latents(plan, rank, kept):
         out, lse = execute.forward(call, inputs, kept)
     grad = torch.zeros_like(out)
     with torch.no_grad(), Live() as backward:
-        execute.backward(call, inputs, BackwardInputs(grad, None, out, lse), kept=kept)
+        execute.backward(call, inputs, MergedOutputs(grad, None, out, lse), kept=kept)
     return forward.peak + size(query, latent), backward.peak + size(query, latent, out, lse, grad)
 
 

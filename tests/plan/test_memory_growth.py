@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from attnspan.attention import execute
 from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.inputs import Inputs
-from attnspan.kernels import BackwardInputs
+from attnspan.kernels import MergedOutputs
 from attnspan.layouts import Contiguous, HeadTail
 from attnspan.masks import Causal, Full, SlidingWindow
 from attnspan.plan import Plan, Shape
@@ -67,7 +67,7 @@ def measured(plan):
     with torch.no_grad(), Live() as forward:
         out, lse = execute.forward(call, Inputs(q, k, v))
     with torch.no_grad(), Live() as backward:
-        execute.backward(call, Inputs(q, k, v), BackwardInputs(grad, None, out, lse))
+        execute.backward(call, Inputs(q, k, v), MergedOutputs(grad, None, out, lse))
     return forward.peak, forward.largest, backward.peak, backward.largest
 
 

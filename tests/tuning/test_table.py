@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnspan.errors import TuningError
-from attnspan.kernels import KERNELS, Spec, choose_kernel, fastest
+from attnspan.kernels import KERNELS, Spec, choose_kernel, kernel_for_tile
 from attnspan.layouts import HeadTail
 from attnspan.masks import Causal
 from attnspan.masks.tile import Tile
@@ -156,17 +156,17 @@ def test_a_kernel_of_all_tiles_is_as_fast_as_on_one_tile_of_their_rows():
 def test_auto_takes_the_kernel_that_the_table_prefers_and_the_registrys_where_it_is_silent():
     x = torch.empty(1, 1, 1024, 64)
     spec = Spec(1.0, preference=table(rate("reference", forward=0.1), rate("cpu_flash", forward=0.9)))
-    assert fastest(spec, x, x, x, full(1024)).name == "reference"
-    assert fastest(Spec(1.0), x, x, x, full(1024)).name == "cpu_flash"
+    assert kernel_for_tile(spec, x, x, x, full(1024)).name == "reference"
+    assert kernel_for_tile(Spec(1.0), x, x, x, full(1024)).name == "cpu_flash"
     causal = Tile(range(1024), range(1024), -1023, 0)
-    assert fastest(spec, x, x, x, causal).name == "cpu_flash"
+    assert kernel_for_tile(spec, x, x, x, causal).name == "cpu_flash"
     assert choose_kernel("cpu_flash", spec, x, x, x, (full(1024),)).name == "cpu_flash"
 
 
 def test_a_kernel_that_refuses_is_not_taken_however_fast_it_was():
     x = torch.empty(1, 1, 1024, 64)
     spec = Spec(1.0, preference=table(rate("cudnn", forward=1e-3), rate("unknown", forward=1e-4)))
-    assert fastest(spec, x, x, x, full(1024)).name == "cpu_flash"
+    assert kernel_for_tile(spec, x, x, x, full(1024)).name == "cpu_flash"
 
 
 def test_explaining_lists_kernels_the_first_first():

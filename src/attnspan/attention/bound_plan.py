@@ -18,7 +18,7 @@ from attnspan.attention.ulysses import HeadAllToAll, Side
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, MaskError, PlanError
-from attnspan.kernels import Mods, Spec, explain_programs, runs_programs
+from attnspan.kernels import Mods, Spec, explain_programs, needs_mask_program
 from attnspan.layouts.run import Runs
 from attnspan.masks import Mask
 from attnspan.masks.tracing import traced
@@ -151,7 +151,7 @@ class BoundPlan:
     def _found_mods(self, device: torch.device, dtype: torch.dtype) -> Mods | None:
         score = None if self.score is None else self.score.program(dtype).on(device)
         plan, mask = self.plan, None
-        if plan.needs_mask_mod or score is not None or runs_programs(self.kernel):
+        if plan.needs_mask_mod or score is not None or needs_mask_program(self.kernel):
             mask_mod = plan.mask.mask_mod(plan.seq_len, plan.key_len)
             mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
         return None if score is mask is None else Mods(score, mask)

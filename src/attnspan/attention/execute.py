@@ -21,7 +21,7 @@ from attnspan.attention.kept import KeptKeys
 from attnspan.attention.lane import Lane, RowsAndHeads
 from attnspan.attention.ulysses import HeadAllToAll, Side, segments
 from attnspan.dtypes import lse_dtype
-from attnspan.kernels import BackwardInputs
+from attnspan.kernels import MergedOutputs
 from attnspan.plan.heads import repeats_key_heads
 
 SIDES: tuple[Side, Side, Side] = ("query", "key", "key")
@@ -42,7 +42,7 @@ def forward(bound: BoundPlan, inputs: Inputs, kept: KeptKeys | None = None) -> t
 
 
 def backward(
-    bound: BoundPlan, inputs: Inputs, final: BackwardInputs, wanted: Sequence[int] = (), kept: KeptKeys | None = None
+    bound: BoundPlan, inputs: Inputs, merged: MergedOutputs, wanted: Sequence[int] = (), kept: KeptKeys | None = None
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], list[Tensor]]:
     """The gradients of this rank's query, key and value in their own dtypes; and this rank's part of the gradients of
     captured tensors (the `wanted` ones) and of the weights that expand a latent, in the precision of sums."""
@@ -50,13 +50,13 @@ def backward(
     sums = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
     expander = inputs.expander
     weights = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) for x in (expander.weights if expander else ())]
-    finals = [final.batch_rows(row.batch) for row in rows]
+    merged_rows = [merged.batch_rows(row.batch) for row in rows]
     found: Sequence[tuple[Tensor, ...]]
     if bound.plan.degree > 1:
-        found = [row.backward(each, sums, kept) for row, each in zip(rows, finals, strict=True)]
+        found = [row.backward(each, sums, kept) for row, each in zip(rows, merged_rows, strict=True)]
     else:
         lanes = [row.lane() for row in rows]
-        grads = loop.backward(bound.transport, lanes, finals, sums, weights, kept.loops[0] if kept else None)
+        grads = loop.backward(bound.transport, lanes, merged_rows, sums, weights, kept.loops[0] if kept else None)
         found = [each.results(inputs.query.dtype, inputs.key.dtype) for each in grads]
     whole = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     dq, dk, dv = (x.to(inputs.query.dtype).contiguous() for x in whole)  # as the op promises to code that is compiled
@@ -102,28 +102,34 @@ class PlanRow:
         return out, lse.squeeze(-1)
 
     def backward(
-        self, final: BackwardInputs, sums: Sequence[Tensor | None], kept: KeptKeys | None
+        self, merged: MergedOutputs, sums: Sequence[Tensor | None], kept: KeptKeys | None
     ) -> tuple[Tensor, ...]:
         exchange, steps = self._exchange(), kept.loops[self.row] if kept else None
         inputs = () if kept else self.inputs[:3]
-        of_rows = [final.out, final.grad, *(x.unsqueeze(-1) for x in (final.lse, final.grad_lse) if x is not None)]
-        of_queries: list[Side] = ["query"] * len(of_rows)
-        gathered = exchange.gather_tokens([*inputs, *of_rows], [*SIDES[: len(inputs)], *of_queries])
+        row_tensors = [
+            merged.out,
+            merged.grad,
+            *(x.unsqueeze(-1) for x in (merged.lse, merged.grad_lse) if x is not None),
+        ]
+        sides: list[Side] = ["query"] * len(row_tensors)
+        gathered = exchange.gather_tokens([*inputs, *row_tensors], [*SIDES[: len(inputs)], *sides])
         tensors = kept.heads[self.row] if kept else gathered[:3]
         out, grad, lse, *grad_lse = gathered[len(inputs) :]
-        whole = BackwardInputs(grad, grad_lse[0].squeeze(-1) if grad_lse else None, out, lse.squeeze(-1), final.sinks)
+        exchanged = MergedOutputs(
+            grad, grad_lse[0].squeeze(-1) if grad_lse else None, out, lse.squeeze(-1), merged.sinks
+        )
         del gathered
-        finals = [whole.heads(query) for query, _ in self._segments(exchange)]
+        merged_segments = [exchanged.heads(query) for query, _ in self._segments(exchange)]
         lanes = self._head_lanes(exchange, tensors)
-        narrow = self.inputs.query.dtype
+        query_dtype = self.inputs.query.dtype
         # [Note: gradients of heads] in ulysses.py
-        of_keys = lse_dtype(narrow) if repeats_key_heads(exchange.shares) else narrow
-        grads = loop.backward(self.bound.transport, lanes, finals, sums, (), steps)
-        parts = [each.results(narrow, of_keys) for each in grads]
+        key_dtype = lse_dtype(query_dtype) if repeats_key_heads(exchange.shares) else query_dtype
+        grads = loop.backward(self.bound.transport, lanes, merged_segments, sums, (), steps)
+        parts = [each.results(query_dtype, key_dtype) for each in grads]
         del grads
         found = [
             _by_heads([part[i] for part in parts], functools.partial(torch.empty_like, x, dtype=dtype))
-            for i, (x, dtype) in enumerate(zip(tensors, (narrow, of_keys, of_keys), strict=True))
+            for i, (x, dtype) in enumerate(zip(tensors, (query_dtype, key_dtype, key_dtype), strict=True))
         ]
         del parts
         return tuple(exchange.scatter_tokens(found, SIDES))

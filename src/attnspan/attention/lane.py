@@ -5,7 +5,8 @@ home. It makes no decisions: they are all in the plan. The loop over steps is in
 
 [Note: gradients that travel] The gradient of a key is computed on every rank that used the key, sent to the key's
 owner, and summed there in float32. It travels in float32, or in the tensors' dtype, which is half the bytes, if the
-requested kernel rounds it to that anyway. Ranks must agree on it, so it does not depend on the tiles (`rounds`).
+requested kernel rounds it to that anyway. Ranks must agree on it, so it does not depend on the tiles
+(`rounds_gradients`).
 
 Shapes: query (B, H, Sq, D), key (B, Hk, Sk, D), value (B, Hk, Sk, Dv); packed buffers as in attention/wire.py.
 """
@@ -37,14 +38,14 @@ from attnspan.attention.wire import (
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import (
     Accumulator,
-    BackwardInputs,
     GlobalPositions,
     GradientBuffers,
     Kernel,
-    Region,
+    MergedOutputs,
     RowSums,
+    StepTiles,
     choose_kernel,
-    rounds,
+    rounds_gradients,
     write_into,
 )
 from attnspan.layouts.run import Runs, positions_of
@@ -144,7 +145,7 @@ class Lane:
     def gradient_dtype(self) -> torch.dtype:
         """The dtype in which gradients of keys travel. See [Note: gradients that travel]."""
         own = self.key.dtype
-        return own if rounds(self.kernel, self.query.device) else lse_dtype(own)
+        return own if rounds_gradients(self.kernel, self.query.device) else lse_dtype(own)
 
     def accumulator(self) -> Accumulator:
         dim = self.value.shape[-1] if self.expander is None else self.expander.v_head_dim
@@ -155,13 +156,13 @@ class Lane:
         """Every tile of a step, joined into the total."""
         if step.tiles:
             keys = arena[:2] if self.expander is None else self.expander.forward(arena.key)[:2]
-            self._kernel_for(step, *keys).forward(self.spec, self.query, *keys, self._region(step), total)
+            self._kernel_for(step, *keys).forward(self.spec, self.query, *keys, self._step_tiles(step), total)
 
     def _kernel_for(self, step: Step, key: Tensor, value: Tensor) -> Kernel:
         return choose_kernel(self.kernel, self.spec, self.query, key, value, step.tiles)
 
-    def _region(self, step: Step) -> Region:
-        return Region(step.tiles, functools.partial(self._global_positions, step), self.captured, self.is_one_step)
+    def _step_tiles(self, step: Step) -> StepTiles:
+        return StepTiles(step.tiles, functools.partial(self._global_positions, step), self.captured, self.is_final)
 
     def _global_positions(self, step: Step) -> GlobalPositions:
         """The positions that a step's rows and columns stand for."""
@@ -171,13 +172,13 @@ class Lane:
         return GlobalPositions(rows, cols, *self.rows_and_heads, runs)
 
     @functools.cached_property
-    def is_one_step(self) -> bool:
+    def is_final(self) -> bool:
         """Whether one step computes everything, so that its results are final and may be rounded."""
         return sum(bool(step.tiles) for step in self.steps) == 1
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, step: Step, arena: Arena, final: BackwardInputs, grads: GradientSums) -> KeySum | None:
+    def backward(self, step: Step, arena: Arena, merged: MergedOutputs, grads: GradientSums) -> KeySum | None:
         """The gradients of every tile of a step, from the final out and lse. See [Note: final out and lse] in
         kernels/kernel.py.
 
@@ -189,31 +190,31 @@ class Lane:
             keys = KeySum(empty(self.key, self.value, arena.key.shape[2], self.gradient_dtype), self.key.shape[3])
         into = grads.keys if keys is None else keys
         if step.tiles and self.expander is None:
-            self._backward(step, arena[:2], final, StepGrads(self, grads, into, arena[:2]))
+            self._backward(step, arena[:2], merged, StepGrads(self, grads, into, arena[:2]))
         elif step.tiles:
-            self._backward_latent(step, arena.key, final, grads, into)
+            self._backward_latent(step, arena.key, merged, grads, into)
         return keys
 
-    def _backward(self, step: Step, keys: tuple[Tensor, Tensor], final: BackwardInputs, into: StepGrads) -> None:
-        self._kernel_for(step, *keys).backward(self.spec, final, self.query, *keys, self._region(step), into)
+    def _backward(self, step: Step, keys: tuple[Tensor, Tensor], merged: MergedOutputs, into: StepGrads) -> None:
+        self._kernel_for(step, *keys).backward(self.spec, merged, self.query, *keys, self._step_tiles(step), into)
 
     def _backward_latent(
-        self, step: Step, latent: Tensor, final: BackwardInputs, grads: GradientSums, into: DeferredSum | KeySum
+        self, step: Step, latent: Tensor, merged: MergedOutputs, grads: GradientSums, into: DeferredSum | KeySum
     ) -> None:
         """Expand the latents again, and backpropagate the gradients of keys and values through the expansion."""
         assert self.expander is not None, "there is a latent"
         made = self.expander.recorded(latent)
-        of_latent, of_weights = self.expander.backward(made, *self._expanded_gradients(step, made[:2], final, grads))
+        of_latent, of_weights = self.expander.backward(made, *self._expanded_gradients(step, made[:2], merged, grads))
         into.add(range(latent.shape[2]), of_latent, latent[..., :0])
         for weight, part in zip(grads.weights, of_weights, strict=True):
             weight += part
 
     def _expanded_gradients(
-        self, step: Step, keys: tuple[Tensor, Tensor], final: BackwardInputs, grads: GradientSums
+        self, step: Step, keys: tuple[Tensor, Tensor], merged: MergedOutputs, grads: GradientSums
     ) -> tuple[Tensor, ...]:
         """The gradients of expanded keys and values, rounded; their float32 sums are freed."""
         total = DeferredSum([x.shape for x in keys], lse_dtype(self.key.dtype), self.key.device)
-        self._backward(step, keys, final, StepGrads(self, grads, total, keys))
+        self._backward(step, keys, merged, StepGrads(self, grads, total, keys))
         return total.result(self.key.dtype)
 
     def send_home(
@@ -263,10 +264,10 @@ class GradientSums:
         of_query = DeferredSum([query.shape], lse_dtype(query.dtype), query.device)
         return cls(of_query, DeferredSum([key.shape, value.shape], lse_dtype(key.dtype), key.device), captured, weights)
 
-    def results(self, of_query: torch.dtype, of_keys: torch.dtype) -> tuple[Tensor, ...]:
+    def results(self, query_dtype: torch.dtype, key_dtype: torch.dtype) -> tuple[Tensor, ...]:
         """(dq, dk, dv) in these dtypes; sums of captured tensors are complete afterwards."""
         self.row_sums.close()
-        return *self.query.result(of_query), *self.keys.result(of_keys)
+        return *self.query.result(query_dtype), *self.keys.result(key_dtype)
 
 
 class StepGrads(NamedTuple):
@@ -293,9 +294,7 @@ class StepGrads(NamedTuple):
     def open(self) -> GradientBuffers:
         """Buffers for one writer; dq in the tensors' dtype if this step's is final."""
         lane = self.lane
-        (dq,), begun = (
-            ((lane.query.new_empty(lane.query.shape),), False) if lane.is_one_step else self.totals.query.open()
-        )
+        (dq,), begun = ((lane.query.new_empty(lane.query.shape),), False) if lane.is_final else self.totals.query.open()
         if isinstance(self.keys, KeySum):
             dk, dv = self.keys.views
         else:
@@ -303,7 +302,7 @@ class StepGrads(NamedTuple):
         return GradientBuffers(dq, dk, dv, begun)
 
     def close(self, into: GradientBuffers) -> None:
-        if self.lane.is_one_step:
+        if self.lane.is_final:
             self.totals.query.add(range(into.dq.shape[2]), into.dq)
         if isinstance(self.keys, KeySum):
             self.keys.open()

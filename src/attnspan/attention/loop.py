@@ -17,7 +17,7 @@ from torch import Tensor
 from attnspan.attention.kept import ArenasByStep, KeptKeys
 from attnspan.attention.lane import Arena, GradientSums, KeySum, Lane, Message
 from attnspan.attention.recording import computing, travelling
-from attnspan.kernels import Accumulator, BackwardInputs
+from attnspan.kernels import Accumulator, MergedOutputs
 from attnspan.transports import Pending, Transport
 
 
@@ -47,7 +47,7 @@ def _compute(lanes: Sequence[Lane], arenas: list[Arena], totals: list[Accumulato
 def backward(
     transport: Transport,
     lanes: Sequence[Lane],
-    finals: Sequence[BackwardInputs],
+    merged_outputs: Sequence[MergedOutputs],
     captured: Sequence[Tensor | None] = (),
     weights: Sequence[Tensor] = (),
     kept: ArenasByStep | None = None,
@@ -65,8 +65,8 @@ def backward(
         coming = post(index + 1)
         with computing(transport, f"gradients of step {index}"):
             keys = [
-                lane.backward(lane.steps[index], arena, final, grad)
-                for lane, arena, final, grad in zip(lanes, arenas, finals, grads, strict=True)
+                lane.backward(lane.steps[index], arena, merged, grad)
+                for lane, arena, merged, grad in zip(lanes, arenas, merged_outputs, grads, strict=True)
             ]
         if going is not None:
             going.wait()

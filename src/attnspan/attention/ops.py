@@ -47,7 +47,7 @@ from attnspan.attention.recording import recorded
 from attnspan.attention.transforms import check_no_tangents, check_untransformed
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError, KernelError
-from attnspan.kernels import BackwardInputs
+from attnspan.kernels import MergedOutputs
 from attnspan.kernels.merge import share_of, with_sinks
 from attnspan.transports.abort import abort_on_error
 from attnspan.transports.operations import enter_operation
@@ -144,13 +144,13 @@ def attention_backward(
     if grad_lse is None and return_lse and bound.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
-    final, kept = BackwardInputs(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
+    merged, kept = MergedOutputs(grad, grad_lse, out, lse, sinks is not None), kept_by(header)
     operation = enter_operation(bound.transport, forward_pass, FROM_KEPT if kept else "")
     timer = PassTimer(query.device)
     with abort_on_error(bound.transport), _without_autocast(query), operation:
-        d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(bound, final, sinks)
+        d_sinks = query.new_empty(0) if sinks is None else _sink_gradient(bound, merged, sinks)
         with recorded(bound.transport, "backward", (bound.plan, inputs.shape)):
-            dq, dk, dv, parts, of_weights = execute.backward(bound, inputs, final, wanted, kept)
+            dq, dk, dv, parts, of_weights = execute.backward(bound, inputs, merged, wanted, kept)
         d_captured = [_over_ranks(bound, part, x) for part, x in zip(parts, inputs.captured, strict=True)]
         weights = captured[len(d_captured) :]
         d_captured += [part.to(x.dtype) for part, x in zip(of_weights, weights, strict=True)]
@@ -207,12 +207,12 @@ def _without_autocast(query: Tensor) -> torch.autocast:
     return torch.autocast(query.device.type, enabled=False)
 
 
-def _sink_gradient(bound: BoundPlan, final: BackwardInputs, sinks: Tensor) -> Tensor:
-    lse = final.lse
+def _sink_gradient(bound: BoundPlan, merged: MergedOutputs, sinks: Tensor) -> Tensor:
+    lse = merged.lse
     weight = share_of(sinks.to(lse.dtype)[None, :, None].expand_as(lse), lse)
-    slope = -(final.grad.to(lse.dtype) * final.out.to(lse.dtype)).sum(-1)
-    if final.grad_lse is not None:
-        slope = slope + final.grad_lse
+    slope = -(merged.grad.to(lse.dtype) * merged.out.to(lse.dtype)).sum(-1)
+    if merged.grad_lse is not None:
+        slope = slope + merged.grad_lse
     total = (weight * slope).sum(dim=(0, 2))
     bound.transport.all_reduce(total, "gradients of sinks").wait()
     return total.to(sinks.dtype)

@@ -21,7 +21,7 @@ import torch
 
 from attnspan.attention.links import HostAndDevice, Links, measured_links, place_if_measured
 from attnspan.errors import AttnspanError, TransportError, TuningError
-from attnspan.kernels import KERNELS, rounds
+from attnspan.kernels import KERNELS, rounds_gradients
 from attnspan.plan import Hardware, Shape
 from attnspan.transports import Transport, World, consensus
 from attnspan.transports.abort import abort_on_error
@@ -87,7 +87,7 @@ def hardware_for(known: GroupTuning, shape: Shape, device: torch.device, kernel:
         joins_below = base.joins_below if shape.width < 4 else 0.0
     else:
         joins_below = inf if kernel in KERNELS and KERNELS[kernel].traits.joins_below else 0.0
-    base = replace(base, rounds=rounds(kernel, device), joins_below=joins_below)
+    base = replace(base, rounds=rounds_gradients(kernel, device), joins_below=joins_below)
     return known.links.on(base if table is None else table.hardware(shape, base, kernel))
 
 

@@ -35,49 +35,58 @@ from attnspan.kernels.adding import add_into, sum_into, write_into
 from attnspan.kernels.band_mods import explain_programs
 from attnspan.kernels.dropout import Dropout
 from attnspan.kernels.kernel import (
-    BackwardInputs,
     GradientBuffers,
     Gradients,
     Kernel,
+    MergedOutputs,
     Preference,
-    Region,
     Spec,
+    StepTiles,
     TileKernel,
     Traits,
 )
 from attnspan.kernels.merge import merge_into
 from attnspan.kernels.mods import GlobalPositions, Mods
 from attnspan.kernels.per_tile import PerTile
-from attnspan.kernels.registry import AUTO, KERNELS, choose_kernel, fastest, refusal, refusals, rounds, runs_programs
+from attnspan.kernels.registry import (
+    AUTO,
+    KERNELS,
+    choose_kernel,
+    kernel_for_tile,
+    needs_mask_program,
+    refusal,
+    refusals,
+    rounds_gradients,
+)
 from attnspan.kernels.row_sums import RowSums
 
 __all__ = [
     "AUTO",
     "KERNELS",
     "Accumulator",
-    "BackwardInputs",
     "Dropout",
     "GlobalPositions",
     "GradientBuffers",
     "Gradients",
     "Kernel",
+    "MergedOutputs",
     "Mods",
     "PerTile",
     "Preference",
-    "Region",
     "RowSums",
     "Spec",
+    "StepTiles",
     "TileKernel",
     "Traits",
     "add_into",
     "choose_kernel",
     "explain_programs",
-    "fastest",
+    "kernel_for_tile",
     "merge_into",
+    "needs_mask_program",
     "refusal",
     "refusals",
-    "rounds",
-    "runs_programs",
+    "rounds_gradients",
     "sum_into",
     "write_into",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels import bands
-from attnspan.kernels.kernel import BackwardInputs, GradientBuffers, Spec, Tiles, Traits
+from attnspan.kernels.kernel import GradientBuffers, MergedOutputs, Spec, Tiles, Traits
 from attnspan.masks.tile import Tile
 from attnspan.packages import has_triton
 
@@ -57,7 +57,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), all in float32."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    bands.backward(spec, BackwardInputs(grad, None, out, lse), q, k, v, _whole(tile), GradientBuffers(dq, dk, dv))
+    bands.backward(spec, MergedOutputs(grad, None, out, lse), q, k, v, _whole(tile), GradientBuffers(dq, dk, dv))
     return dq, dk, dv
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnspan.kernels.agenda import Runs
-from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles
+from attnspan.kernels.kernel import Gradients, MergedOutputs, Spec, StepTiles, Tiles
 from attnspan.kernels.mod_lookups import Lookup, by_pairs, learned, places
 from attnspan.kernels.mods import Mods
 from attnspan.kernels.split import split
@@ -58,7 +58,7 @@ def _needed(mods: Mods | None, tiles: Tiles) -> tuple[Program | None, Program | 
 
 @dataclass(frozen=True, slots=True)
 class ModsArgs:
-    """The functions of a region's programs, and their arguments: first batch row and head, tables, sizes of those."""
+    """The functions of a step's programs, and their arguments: first batch row and head, tables, sizes of those."""
 
     code: ModsCode = NO_CODE
     batch: int = 0
@@ -72,16 +72,16 @@ class ModsArgs:
         return self.batch, self.head, self.tables, self.dims
 
     @staticmethod
-    def of(spec: Spec, region: Region, found: tuple[Lookup, ...] = ()) -> ModsArgs:
-        """Nothing where the region needs no program."""
-        score, mask = _needed(spec.mods, region.tiles)
+    def of(spec: Spec, step: StepTiles, found: tuple[Lookup, ...] = ()) -> ModsArgs:
+        """Nothing where the step needs no program."""
+        score, mask = _needed(spec.mods, step.tiles)
         if score is mask is None:
             return NO_MODS
-        where = region.where
+        where = step.where
         looked: list[Tensor] = []
         with torch.no_grad():
             if score is not None:
-                looked += prepared_tables(score, region.captured)
+                looked += prepared_tables(score, step.captured)
             if mask is not None:
                 looked += prepared_tables(mask, mask.captured)
         code, first = mods_code(score, mask, found), (where.batch.start, where.heads.start)
@@ -135,14 +135,14 @@ class CapturedSums:
 
 
 def add_captured_gradients(
-    sums: CapturedSums, spec: Spec, final: BackwardInputs, region: Region, grads: Gradients, tile: tuple[range, range]
+    sums: CapturedSums, spec: Spec, merged: MergedOutputs, step: StepTiles, grads: Gradients, tile: tuple[range, range]
 ) -> None:
     """Add what was summed for a tile's rows and columns to the gradients of captured tensors, or keep it for later."""
     assert spec.mods is not None, "learned by a score_mod"
     assert spec.mods.score_mod is not None, "learned by a score_mod"
     rows, cols = tile
-    b, h, q, k = region.where.indices(rows, cols)
-    put = _TableGradients(spec.mods.score_mod, region.captured, grads.captured)
+    b, h, q, k = step.where.indices(rows, cols)
+    put = _TableGradients(spec.mods.score_mod, step.captured, grads.captured)
     nowhere, code = q.new_zeros(1), sums.mods.code
     if found := code.along("cols"):
         put(found, [b, h, nowhere, k], sums.col_sums.unsqueeze(-2))
@@ -152,15 +152,15 @@ def add_captured_gradients(
     if found := code.along("pairs"):
         put(found, [b, h, q, k], sums.pairs)
     if found := code.along("rows"):
-        every = region.where.rows
+        every = step.where.rows
 
         def by_row(total: Tensor) -> None:
             """See [Note: exact sums] in row_sums.py."""
-            off = total[0] - (final.grad.to(total.dtype) * final.out.to(total.dtype)).sum(-1)
+            off = total[0] - (merged.grad.to(total.dtype) * merged.out.to(total.dtype)).sum(-1)
             exact = total[1::2] - off * total[2::2]
             put(found, [b, h, every, nowhere], exact.unsqueeze(-1))
 
-        grads.row_sums.add(rows, tuple(final.lse.shape), sums.row_sums, by_row)
+        grads.row_sums.add(rows, tuple(merged.lse.shape), sums.row_sums, by_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +212,10 @@ def _add_at(total: Tensor, where: Sequence[Tensor], part: Tensor) -> None:
     total.index_put_(tuple(at), part.masked_fill(~inside, 0.0), accumulate=True)
 
 
-def wanted(spec: Spec, region: Region, grads: Gradients) -> tuple[Lookup, ...]:
+def wanted(spec: Spec, step: StepTiles, grads: Gradients) -> tuple[Lookup, ...]:
     """The lookups whose gradients are wanted, as they can be summed there."""
     if spec.mods is None or spec.mods.score_mod is None:
         return ()
     some = [i for i, total in enumerate(grads.captured) if total is not None]
     found = learned(spec.mods.score_mod, some)
-    return found if Runs(*region.where.runs).in_step else by_pairs(found)
+    return found if Runs(*step.where.runs).in_step else by_pairs(found)

@@ -25,7 +25,7 @@ from attnspan.kernels.agenda import Agenda, agenda
 from attnspan.kernels.band_mods import NO_MODS, CapturedSums, ModsArgs, add_captured_gradients, refusal, wanted
 from attnspan.kernels.band_programs import programs
 from attnspan.kernels.dropout import Dropout
-from attnspan.kernels.kernel import BackwardInputs, GradientBuffers, Gradients, Region, Spec, Tiles
+from attnspan.kernels.kernel import GradientBuffers, Gradients, MergedOutputs, Spec, StepTiles, Tiles
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
 from attnspan.kernels.per_tile import PerTile, placed, sliced
@@ -33,49 +33,49 @@ from attnspan.masks.tile import Tile
 
 
 class Bands(PerTile):
-    """`band` for all tiles of a region: in one call where neighbours in a tile are neighbours in its buffers."""
+    """`band` for all tiles of a step: in one call where neighbours in a tile are neighbours in its buffers."""
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
         """What `band` says of any tile, it says of all; programs are compiled, or the reason is told."""
         return self.kernel.supports(spec, q, k, v, tiles[0]) or refusal(spec, tiles)
 
-    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
-        mods = ModsArgs.of(spec, region)
-        if are_dense(region.tiles):
-            dtype, spec = q.dtype if region.is_final else torch.float32, _placed(spec, region, q, k)
-            total.add(range(q.shape[2]), *forward(spec, q, k, v, region.tiles, dtype, mods))
+    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, total: Accumulator) -> None:
+        mods = ModsArgs.of(spec, step)
+        if are_dense(step.tiles):
+            dtype, spec = q.dtype if step.is_final else torch.float32, _placed(spec, step, q, k)
+            total.add(range(q.shape[2]), *forward(spec, q, k, v, step.tiles, dtype, mods))
             return
-        for tile in region.tiles:
-            there = placed(spec, region, tile.rows, tile.cols)
+        for tile in step.tiles:
+            there = placed(spec, step, tile.rows, tile.cols)
             out, lse = forward(there, *sliced(q, k, v, tile), (alone(tile),), torch.float32, mods.at(tile))
             total.add(tile.rows, out, lse)
 
     def backward(
-        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+        self, spec: Spec, merged: MergedOutputs, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, grads: Gradients
     ) -> None:
-        mods = ModsArgs.of(spec, region, wanted(spec, region, grads))
+        mods = ModsArgs.of(spec, step, wanted(spec, step, grads))
         whole = range(q.shape[2]), range(k.shape[2])
-        if are_dense(region.tiles):
-            into, there = grads.open(), _placed(spec, region, q, k)
-            sums = backward(there, final, q, k, v, region.tiles, into, mods)
+        if are_dense(step.tiles):
+            into, there = grads.open(), _placed(spec, step, q, k)
+            sums = backward(there, merged, q, k, v, step.tiles, into, mods)
             grads.close(into)
             if sums is not None:
-                add_captured_gradients(sums, spec, final, region, grads, whole)
+                add_captured_gradients(sums, spec, merged, step, grads, whole)
             return
-        for tile in region.tiles:
-            there, x = placed(spec, region, tile.rows, tile.cols), sliced(q, k, v, tile)
+        for tile in step.tiles:
+            there, x = placed(spec, step, tile.rows, tile.cols), sliced(q, k, v, tile)
             dq, dk, dv = (torch.empty(each.shape, dtype=torch.float32, device=q.device) for each in x)
             sums = backward(
-                there, final.rows(as_slice(tile.rows)), *x, (alone(tile),), GradientBuffers(dq, dk, dv), mods.at(tile)
+                there, merged.rows(as_slice(tile.rows)), *x, (alone(tile),), GradientBuffers(dq, dk, dv), mods.at(tile)
             )
             grads.add(tile.rows, tile.cols, dq, dk, dv)
             if sums is not None:
-                add_captured_gradients(sums, spec, final, region, grads, (tile.rows, tile.cols))
+                add_captured_gradients(sums, spec, merged, step, grads, (tile.rows, tile.cols))
 
 
-def _placed(spec: Spec, region: Region, q: Tensor, k: Tensor) -> Spec:
+def _placed(spec: Spec, step: StepTiles, q: Tensor, k: Tensor) -> Spec:
     """Dropout at the place of all rows and columns."""
-    return placed(spec, region, range(q.shape[2]), range(k.shape[2]))
+    return placed(spec, step, range(q.shape[2]), range(k.shape[2]))
 
 
 def are_dense(tiles: Tiles) -> bool:
@@ -117,7 +117,7 @@ def forward(
 
 def backward(
     spec: Spec,
-    final: BackwardInputs,
+    merged: MergedOutputs,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -126,13 +126,13 @@ def backward(
     mods: ModsArgs = NO_MODS,
 ) -> CapturedSums | None:
     """Write the gradients of all rows and columns; those in no tile are 0. Returns the sums of what is learned."""
-    grad, q, k, v, out = last_dim_dense(final.grad.to(q.dtype), q, k, v, final.out)
+    grad, q, k, v, out = last_dim_dense(merged.grad.to(q.dtype), q, k, v, merged.out)
     shape = _CallShape.of(q, k, v)
-    lse = final.lse.contiguous()
+    lse = merged.lse.contiguous()
     held = band_hopper.padded(shape.rows)
     delta, walls = (lse.new_empty(*lse.shape[:2], held) for _ in range(2))
-    through_lse = final.grad_lse is not None
-    grad_lse = final.grad_lse.to(lse.dtype).contiguous() if final.grad_lse is not None else lse
+    through_lse = merged.grad_lse is not None
+    grad_lse = merged.grad_lse.to(lse.dtype).contiguous() if merged.grad_lse is not None else lse
     unit = 1.0 if shape.wide else math.log2(math.e)
     scales = (spec.scale, spec.scale * unit, unit)
     dq, dk, dv, add_rows, add_keys = into

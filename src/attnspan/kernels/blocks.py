@@ -24,13 +24,13 @@ from torch import Tensor
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import cpu_flash
 from attnspan.kernels.accumulator import Accumulator
-from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles, Traits
+from attnspan.kernels.kernel import Gradients, MergedOutputs, Spec, StepTiles, Tiles, Traits
 from attnspan.kernels.mods import as_slice
 from attnspan.masks.program import Program
 from attnspan.masks.tile import Tile
 
 name = "blocks"
-traits = Traits(order=80, programs=True, only_programs=True, dropout=True, measured=False)
+traits = Traits(order=80, programs=True, needs_mask_program=True, dropout=True, measured=False)
 
 ROWS = 128
 """Rows of a block: more waste scores outside of bands and allowed blocks, fewer waste calls."""
@@ -44,54 +44,54 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str |
     return f"blocks {reason}" if (reason := traits.misfit(q)) else None
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, total: Accumulator) -> None:
     """Block by block, in float32, or float64 for float64."""
     wide = lse_dtype(q.dtype)
-    for tile in region.tiles:
+    for tile in step.tiles:
         rows, cols = as_slice(tile.rows), as_slice(tile.cols)
         if _is_plain(spec, q, k, v, tile):
             total.add(tile.rows, *cpu_flash.forward(spec, q[:, :, rows], k[:, :, cols], v[:, :, cols], tile))
             continue
         for block in _blocks(tile, q):
-            scores = _changed(spec, _scores(spec, q, k, block), block, region)
+            scores = _changed(spec, _scores(spec, q, k, block), block, step)
             lse = scores.logsumexp(-1)
             value = v[:, :, as_slice(block.cols)].to(wide)
-            shares = _dropped(_shares(scores, lse), _weights(spec, block, region, wide))
+            shares = _dropped(_shares(scores, lse), _weights(spec, block, step, wide))
             total.add(block.rows, _by_head(_stacked(shares, v) @ value, q), lse)
 
 
 def backward(
-    spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+    spec: Spec, merged: MergedOutputs, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, grads: Gradients
 ) -> None:
     """(dq, dk, dv) of all rows and columns, at once."""
-    sums = _BlockGradients(spec, final, q, k, v, region, grads)
-    for tile in region.tiles:
-        if final.grad_lse is None and _is_plain(spec, q, k, v, tile):
+    sums = _BlockGradients(spec, merged, q, k, v, step, grads)
+    for tile in step.tiles:
+        if merged.grad_lse is None and _is_plain(spec, q, k, v, tile):
             sums.add_tile(tile)
         else:
             for block in _blocks(tile, q):
                 sums.add_block(block)
     grads.add(range(q.shape[2]), range(k.shape[2]), sums.dq, sums.dk, sums.dv)
     if sums.by_row is not None:
-        grads.row_sums.add(range(q.shape[2]), tuple(final.lse.shape), sums.by_row.sums, sums.by_row.put)
+        grads.row_sums.add(range(q.shape[2]), tuple(merged.lse.shape), sums.by_row.sums, sums.by_row.put)
 
 
 class _BlockGradients:
-    """The gradients of a region, added up by tiles and blocks."""
+    """The gradients of a step, added up by tiles and blocks."""
 
     def __init__(
-        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+        self, spec: Spec, merged: MergedOutputs, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, grads: Gradients
     ) -> None:
-        self.spec, self.final, self.region, self.captured = spec, final, region, grads.captured
+        self.spec, self.merged, self.step, self.captured = spec, merged, step, grads.captured
         self.q, self.k, self.v, self.wide = q, k, v, lse_dtype(q.dtype)
         self.dq, self.dk, self.dv = (torch.zeros_like(x, dtype=self.wide) for x in (q, k, v))
-        self.delta = final.delta()
-        self.by_row = _RowsLearned.of(spec, final, region, grads)
+        self.delta = merged.delta()
+        self.by_row = _RowsLearned.of(spec, merged, step, grads)
 
     def add_tile(self, tile: Tile) -> None:
         """A tile of the flash kernel."""
-        rows, cols, final = as_slice(tile.rows), as_slice(tile.cols), self.final
-        grad, query, out, lse = (x[:, :, rows] for x in (final.grad, self.q, final.out, final.lse))
+        rows, cols, merged = as_slice(tile.rows), as_slice(tile.cols), self.merged
+        grad, query, out, lse = (x[:, :, rows] for x in (merged.grad, self.q, merged.out, merged.lse))
         found = cpu_flash.backward(self.spec, grad, query, self.k[:, :, cols], self.v[:, :, cols], out, lse, tile)
         for total, at, part in zip((self.dq, self.dk, self.dv), (rows, cols, cols), found, strict=True):
             total[:, :, at] += part
@@ -100,20 +100,20 @@ class _BlockGradients:
         """A block of scores."""
         spec, q, k, by_row = self.spec, self.q, self.k, self.by_row
         rows, cols = as_slice(block.rows), as_slice(block.cols)
-        grad, query = (_stacked(x[:, :, rows].to(self.wide), k) for x in (self.final.grad, q))
+        grad, query = (_stacked(x[:, :, rows].to(self.wide), k) for x in (self.merged.grad, q))
         key, value = k[:, :, cols].to(self.wide), self.v[:, :, cols].to(self.wide)
-        raw, weights = _scores(spec, q, k, block), _weights(spec, block, self.region, self.wide)
+        raw, weights = _scores(spec, q, k, block), _weights(spec, block, self.step, self.wide)
         shares: list[Tensor] = []
 
         def slope(scores: Tensor) -> Tensor:
             """The gradient of changed scores."""
-            shares.append(_shares(_hidden(spec, scores, block, self.region), self.final.lse[:, :, rows]))
+            shares.append(_shares(_hidden(spec, scores, block, self.step), self.merged.lse[:, :, rows]))
             d_shares = _dropped(_by_head(grad @ value.mT, q), weights)
             if by_row is not None:
                 by_row.sums[0, :, :, rows] += (shares[0] * d_shares).sum(-1)
             return shares[0] * (d_shares - self.delta[:, :, rows].unsqueeze(-1))
 
-        d_scores, means = _pulled(spec, raw, block, self.region, self.captured, slope, shares)
+        d_scores, means = _pulled(spec, raw, block, self.step, self.captured, slope, shares)
         for i, mean in enumerate(means):
             assert by_row is not None, "they are those that are learned by row"
             by_row.sums[1 + i, :, :, rows] += mean
@@ -168,22 +168,22 @@ def _scores(spec: Spec, q: Tensor, k: Tensor, block: ScoreBlock) -> Tensor:
     return _by_head(_stacked(query * spec.scale, k) @ key.mT, q)
 
 
-def _changed(spec: Spec, scores: Tensor, block: ScoreBlock, region: Region) -> Tensor:
+def _changed(spec: Spec, scores: Tensor, block: ScoreBlock, step: StepTiles) -> Tensor:
     """Scores after the score_mod, -inf where a pair is not allowed."""
     if spec.mods is not None and spec.mods.score_mod is not None:
-        indices = region.where.indices(block.rows, block.cols)
-        changed = spec.mods.score_mod.over(scores, *indices, captured=region.captured)
+        indices = step.where.indices(block.rows, block.cols)
+        changed = spec.mods.score_mod.over(scores, *indices, captured=step.captured)
         scores = changed.expand(scores.shape).to(scores.dtype)
-    return _hidden(spec, scores, block, region)
+    return _hidden(spec, scores, block, step)
 
 
-def _hidden(spec: Spec, scores: Tensor, block: ScoreBlock, region: Region) -> Tensor:
+def _hidden(spec: Spec, scores: Tensor, block: ScoreBlock, step: StepTiles) -> Tensor:
     """Scores, -inf where a pair is not allowed."""
     allowed = block.allowed
     if block.needs_mask_mod:
         assert spec.mods is not None, "such a tile comes with the mask's program"
         assert spec.mods.mask_mod is not None, "such a tile comes with the mask's program"
-        chosen = spec.mods.mask_mod.over(*region.where.indices(block.rows, block.cols))
+        chosen = spec.mods.mask_mod.over(*step.where.indices(block.rows, block.cols))
         allowed = chosen if allowed is None else chosen & allowed
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
@@ -192,7 +192,7 @@ def _pulled(
     spec: Spec,
     raw: Tensor,
     block: ScoreBlock,
-    region: Region,
+    step: StepTiles,
     sums: Sequence[Tensor | None],
     slope: Callable[[Tensor], Tensor],
     shares: list[Tensor],
@@ -201,12 +201,12 @@ def _pulled(
     of the shares."""
     if spec.mods is None or spec.mods.score_mod is None:
         return slope(raw), []
-    indices = region.where.indices(block.rows, block.cols)
+    indices = step.where.indices(block.rows, block.cols)
 
     def widened(changed: Tensor) -> Tensor:
         return slope(changed.to(raw.dtype))
 
-    return spec.mods.score_mod.vjp(raw, indices, region.captured, sums, widened, lambda: shares[0])
+    return spec.mods.score_mod.vjp(raw, indices, step.captured, sums, widened, lambda: shares[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +214,13 @@ class _RowsLearned:
     """What is taken away from the gradients of what is learned by row. See [Note: exact sums] in row_sums.py."""
 
     program: Program
-    final: BackwardInputs
-    region: Region
+    merged: MergedOutputs
+    step: StepTiles
     captured: Sequence[Tensor | None]
     sums: Tensor  # of p * d_share, and of p * f for each lookup, (1 + lookups, B, H, n)
 
     @staticmethod
-    def of(spec: Spec, final: BackwardInputs, region: Region, grads: Gradients) -> _RowsLearned | None:
+    def of(spec: Spec, merged: MergedOutputs, step: StepTiles, grads: Gradients) -> _RowsLearned | None:
         """None where nothing is."""
         if spec.mods is None or spec.mods.score_mod is None:
             return None
@@ -228,15 +228,15 @@ class _RowsLearned:
         count = len(program.row_lookups(grads.captured))
         if not count:
             return None
-        sums = final.lse.new_zeros(1 + count, *final.lse.shape)
-        return _RowsLearned(program, final, region, grads.captured, sums)
+        sums = merged.lse.new_zeros(1 + count, *merged.lse.shape)
+        return _RowsLearned(program, merged, step, grads.captured, sums)
 
     def put(self, total: Tensor) -> None:
         """With the sums of all steps."""
-        off = total[0] - replace(self.final, grad_lse=None).delta()
-        where = self.region.where
+        off = total[0] - replace(self.merged, grad_lse=None).delta()
+        where = self.step.where
         indices = where.indices(range(len(where.rows)), range(len(where.cols)))
-        self.program.put_rows(indices, self.region.captured, self.captured, list(-off * total[1:]))
+        self.program.put_rows(indices, self.step.captured, self.captured, list(-off * total[1:]))
 
 
 def _shares(scores: Tensor, lse: Tensor) -> Tensor:
@@ -245,11 +245,11 @@ def _shares(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse).exp_().masked_fill_((scores == -torch.inf) | (lse == -torch.inf), 0.0)
 
 
-def _weights(spec: Spec, block: ScoreBlock, region: Region, dtype: torch.dtype) -> Tensor | None:
+def _weights(spec: Spec, block: ScoreBlock, step: StepTiles, dtype: torch.dtype) -> Tensor | None:
     """What dropout multiplies the probabilities of a block by; None without it."""
     if spec.dropout is None:
         return None
-    return spec.dropout.at(region.where.indices(block.rows, block.cols)).weights(dtype)
+    return spec.dropout.at(step.where.indices(block.rows, block.cols)).weights(dtype)
 
 
 def _dropped(x: Tensor, weights: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ from attnspan.kernels.parts import TilePart, backward_by_parts, cut_rows, forwar
 from attnspan.masks.tile import Tile
 
 name = "cuda_flash"
-traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=30, rounds=True)
+traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=30, rounds_gradients=True)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:

@@ -26,7 +26,7 @@ from attnspan.kernels.parts import backward_by_parts, cut_rows, forward_by_parts
 from attnspan.masks.tile import Tile
 
 name = "cudnn"
-traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=10, rounds=True)
+traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=10, rounds_gradients=True)
 
 
 def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:

@@ -23,7 +23,11 @@ from attnspan.masks.tile import Tile
 
 name = "efficient"
 traits = Traits(
-    devices=("cuda",), dtypes=(torch.float32, torch.float16, torch.bfloat16), order=40, order_float32=5, rounds=True
+    devices=("cuda",),
+    dtypes=(torch.float32, torch.float16, torch.bfloat16),
+    order=40,
+    order_float32=5,
+    rounds_gradients=True,
 )
 
 BIAS = 1 << 25

@@ -37,14 +37,16 @@ from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttnspanError
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.adding import add_into
-from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles, Traits
+from attnspan.kernels.kernel import Gradients, MergedOutputs, Spec, StepTiles, Tiles, Traits
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.parts import last_dim_dense
 from attnspan.kernels.segments import BackwardCall, CallLayer, Coverage, SegmentCall, packed_calls
 from attnspan.packages import installed_version, takes
 
 name = "flash4"
-traits = Traits(devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=25, rounds=True, optional=True)
+traits = Traits(
+    devices=("cuda",), dtypes=(torch.float16, torch.bfloat16), order=25, rounds_gradients=True, optional=True
+)
 
 VERSION = "4.0.0b36"
 """The version of flash-attn-4 that is called. See [Note: offsets and lengths]."""
@@ -136,10 +138,10 @@ def _pads_alike(dim: int) -> bool:
     return dim > 128 or -(-dim // 16) == 2 * -(-dim // 32)
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, total: Accumulator) -> None:
     """Layer by layer, into the total."""
     q, k, v = last_dim_dense(q, k, v)
-    for layer in packed_calls(region.tiles).forward:
+    for layer in packed_calls(step.tiles).forward:
         out, lse = _layer(spec, q, k, v, layer)
         for span in layer.spans:
             at = _within(span, layer.rows)
@@ -147,12 +149,12 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: 
 
 
 def backward(
-    spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+    spec: Spec, merged: MergedOutputs, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, grads: Gradients
 ) -> None:
     """Call by call, to where gradients stay or leave from."""
-    q, k, v, out, grad = last_dim_dense(q, k, v, final.out.to(q.dtype), final.grad.to(q.dtype))
-    lse, grad_lse = final.lse, None if final.grad_lse is None else final.grad_lse.to(final.lse.dtype)
-    calls, into = packed_calls(region.tiles), grads.open()
+    q, k, v, out, grad = last_dim_dense(q, k, v, merged.out.to(q.dtype), merged.grad.to(q.dtype))
+    lse, grad_lse = merged.lse, None if merged.grad_lse is None else merged.grad_lse.to(merged.lse.dtype)
+    calls, into = packed_calls(step.tiles), grads.open()
     sums = (
         _GradientSum(into.dq, "rows", calls.rows, q.dtype, begun=into.add_rows),
         _GradientSum(into.dk, "cols", calls.cols, q.dtype, begun=into.add_keys),

@@ -43,7 +43,7 @@ from torch import Tensor
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
 from attnspan.kernels.autograd import differentiable
-from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, Tiles, Traits
+from attnspan.kernels.kernel import Gradients, MergedOutputs, Spec, StepTiles, Tiles, Traits
 from attnspan.kernels.mods import Mods
 from attnspan.kernels.split import split, tables
 from attnspan.masks.blocks import lists_of_tiles
@@ -59,9 +59,9 @@ traits = Traits(
     devices=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     order=70,
-    rounds=True,
+    rounds_gradients=True,
     programs=True,
-    only_programs=True,
+    needs_mask_program=True,
     measured=False,
 )
 
@@ -89,16 +89,16 @@ def supports(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str |
     return None
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, total: Accumulator) -> None:
     """(out, lse) of all rows, at once."""
     with torch.no_grad():
         keys = _side_by_side(k.detach(), v.detach())
-        out, lse = _attend(spec, q.detach(), keys, region, _tables_of(spec, region.captured))
+        out, lse = _attend(spec, q.detach(), keys, step, _tables_of(spec, step.captured))
     total.add(range(q.shape[2]), out, lse.to(lse_dtype(q.dtype)))
 
 
 def backward(
-    spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, into: Gradients
+    spec: Spec, merged: MergedOutputs, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, into: Gradients
 ) -> None:
     """(dq, dk, dv) of all rows and columns, at once."""
     sums = into.captured
@@ -106,13 +106,13 @@ def backward(
         q, *keys = (x.detach().requires_grad_() for x in (q, *_side_by_side(k, v)))
         captured = [
             x.detach() if total is None else x.detach().requires_grad_()
-            for x, total in zip(region.captured, sums, strict=True)
+            for x, total in zip(step.captured, sums, strict=True)
         ]
         tables = _tables_of(spec, captured)
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in tables]
-        out, lse = _attend(spec, q, tuple(keys), region, leaves)
+        out, lse = _attend(spec, q, tuple(keys), step, leaves)
         learned = [x for x in leaves if x.requires_grad]
-        of_parts, seeds = _seeds(final, out, lse, region.is_final and not final.sinks)
+        of_parts, seeds = _seeds(merged, out, lse, step.is_final and not merged.sinks)
         dq, *grads = torch.autograd.grad(of_parts, [q, *keys, *learned], seeds)
         if learned:
             _walk_back([x for x in tables if x.requires_grad], grads[len(keys) :], captured, sums)
@@ -131,18 +131,18 @@ def _walk_back(
                 total += part
 
 
-def _seeds(final: BackwardInputs, out: Tensor, lse: Tensor, is_final: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _seeds(merged: MergedOutputs, out: Tensor, lse: Tensor, is_final: bool) -> tuple[list[Tensor], list[Tensor]]:
     """What to differentiate of a part, and its gradients. See [Note: backward by parts]."""
     if is_final:
-        pairs = [(out, final.grad)] + ([(lse, final.grad_lse)] if final.grad_lse is not None else [])
+        pairs = [(out, merged.grad)] + ([(lse, merged.grad_lse)] if merged.grad_lse is not None else [])
         return [part for part, _ in pairs], [grad.to(part.dtype) for part, grad in pairs]
     with torch.no_grad():
-        share = (lse - final.lse).exp().masked_fill(lse == -torch.inf, 0.0)
-        wide = final.lse.dtype
-        slope = (final.grad.to(wide) * (out.to(wide) - final.out.to(wide))).sum(-1)
-        if final.grad_lse is not None:
-            slope = slope + final.grad_lse
-        seeds = [(share.unsqueeze(-1) * final.grad).to(out.dtype), (share * slope).to(lse.dtype)]
+        share = (lse - merged.lse).exp().masked_fill(lse == -torch.inf, 0.0)
+        wide = merged.lse.dtype
+        slope = (merged.grad.to(wide) * (out.to(wide) - merged.out.to(wide))).sum(-1)
+        if merged.grad_lse is not None:
+            slope = slope + merged.grad_lse
+        seeds = [(share.unsqueeze(-1) * merged.grad).to(out.dtype), (share * slope).to(lse.dtype)]
     return [out, lse], seeds
 
 
@@ -168,12 +168,12 @@ def _apart(keys: Keys, dim: int) -> tuple[Tensor, Tensor]:
     return keys[0], keys[1]
 
 
-def _attend(spec: Spec, q: Tensor, keys: Keys, region: Region, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """FlexAttention over a region; `tables` are what the score_mod looks into."""
-    columns = len(region.where.cols)
-    mods, where = spec.mods or Mods(), region.where
+def _attend(spec: Spec, q: Tensor, keys: Keys, step: StepTiles, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """FlexAttention over the tiles of a step; `tables` are what the score_mod looks into."""
+    columns = len(step.where.cols)
+    mods, where = spec.mods or Mods(), step.where
     assert mods.mask_mod is not None, "a mask's own rule comes with every call of this kernel"
-    lists = lists_of_tiles(region.tiles, (q.shape[2], columns), (BLOCK, BLOCK), q.device)
+    lists = lists_of_tiles(step.tiles, (q.shape[2], columns), (BLOCK, BLOCK), q.device)
     offsets = None
     if where.batch.start or where.heads.start:
         offsets = _offsets(where.batch.start, where.heads.start, q.shape[2], q.device)

@@ -1,6 +1,6 @@
 """What a kernel is: it computes everything between a buffer of queries and one of keys, and knows the way back.
 
-The work is a `Region`: the tiles of one step of a plan, over rows of q and columns of k and v. For each pair that a
+The work is `StepTiles`: those of one step of a plan, over rows of q and columns of k and v. For each pair that a
 tile allows::
 
     score = scale * q @ k.T
@@ -89,14 +89,14 @@ class Traits:
     dtypes: tuple[torch.dtype, ...] = ()
     """The dtypes that it computes; empty where it computes all that float."""
 
-    rounds: bool = False
+    rounds_gradients: bool = False
     """Whether its gradients may be rounded to the tensors' dtype."""
 
     programs: bool = False
     """Whether it runs FlexAttention programs."""
 
-    only_programs: bool = False
-    """Whether it runs them for everything, and is always given the mask's: "auto" takes it for nothing else."""
+    needs_mask_program: bool = False
+    """Whether it computes nothing without the program of the mask: "auto" takes it only where one has to run."""
 
     dropout: bool = False
     """Whether it drops probabilities. A kernel of one tile finds the tile's place in `Spec.dropout`."""
@@ -125,9 +125,10 @@ class Traits:
 
 
 @dataclass(eq=False)
-class Region:
-    """Everything that is computed between two buffers: tiles, where they lie in the whole attention, the tensors that
-    the score_mod captured, and whether nothing else is computed, so that out and lse are final (except for sinks)."""
+class StepTiles:
+    """Everything that one step computes between two buffers: tiles, where they lie in the whole attention, the tensors
+    that the score_mod captured, and whether no other step computes anything, so that out and lse are final (except for
+    sinks)."""
 
     tiles: Tiles
     locate: Callable[[], GlobalPositions]
@@ -141,9 +142,9 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardInputs:
-    """What backward is given of all rows: the gradients of out and of lse, the merged out and lse, and whether sinks
-    have a share in them."""
+class MergedOutputs:
+    """What backward is given of all rows: the merged out and lse, the gradients of both, and whether sinks have a share
+    in them. See [Note: final out and lse]."""
 
     grad: Tensor
     grad_lse: Tensor | None
@@ -151,11 +152,11 @@ class BackwardInputs:
     lse: Tensor
     sinks: bool = False
 
-    def batch_rows(self, rows: slice) -> BackwardInputs:
+    def batch_rows(self, rows: slice) -> MergedOutputs:
         """Some batch rows."""
         return self._at(rows)
 
-    def heads(self, heads: slice) -> BackwardInputs:
+    def heads(self, heads: slice) -> MergedOutputs:
         """Some heads."""
         return self._at((slice(None), heads))
 
@@ -166,13 +167,13 @@ class BackwardInputs:
         correction = (self.grad.to(wide) * self.out.to(wide)).sum(-1)
         return correction if self.grad_lse is None else correction - self.grad_lse.to(wide)
 
-    def rows(self, rows: slice) -> BackwardInputs:
+    def rows(self, rows: slice) -> MergedOutputs:
         """Some queries."""
         return self._at((slice(None), slice(None), rows))
 
-    def _at(self, at: slice | tuple[slice, ...]) -> BackwardInputs:
+    def _at(self, at: slice | tuple[slice, ...]) -> MergedOutputs:
         grad_lse = None if self.grad_lse is None else self.grad_lse[at]
-        return BackwardInputs(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
+        return MergedOutputs(self.grad[at], grad_lse, self.out[at], self.lse[at], self.sinks)
 
 
 class GradientBuffers(NamedTuple):
@@ -186,7 +187,7 @@ class GradientBuffers(NamedTuple):
 
 
 class Gradients(Protocol):
-    """Who takes the gradients of a region."""
+    """Takes the gradients of a step."""
 
     @property
     def captured(self) -> Sequence[Tensor | None]:
@@ -210,7 +211,7 @@ class Gradients(Protocol):
 
 
 class Kernel(Protocol):
-    """Computes a region. Tiles have the rows and columns of the buffers q, k and v, which are not sliced."""
+    """Computes the tiles of a step. They have the rows and columns of the buffers q, k and v, which are not sliced."""
 
     name: str
     traits: Traits
@@ -218,12 +219,12 @@ class Kernel(Protocol):
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
         """None if the kernel computes these tiles exactly, else the reason why it does not. Reads no values."""
 
-    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, total: Accumulator) -> None:
         """Join (out, lse) of all tiles into the total: out in q's dtype or a wider one, lse in float32 (float64 for
         float64)."""
 
     def backward(
-        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+        self, spec: Spec, merged: MergedOutputs, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, grads: Gradients
     ) -> None:
         """Hand over (dq, dk, dv) of all tiles, what lse's gradient adds to them included, from the final out and lse.
         Gradients of captured tensors are added to those of `grads`, where it has one."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels.accumulator import Accumulator
-from attnspan.kernels.kernel import BackwardInputs, Gradients, Region, Spec, TileKernel, Tiles
+from attnspan.kernels.kernel import Gradients, MergedOutputs, Spec, StepTiles, TileKernel, Tiles
 from attnspan.kernels.mods import as_slice
 from attnspan.kernels.segments import joined_tiles
 from attnspan.masks.tile import Tile
@@ -39,9 +39,9 @@ class PerTile:
         """What computes a tile."""
         return self.kernel
 
-    def tiles(self, region: Region) -> Tiles:
+    def tiles(self, step: StepTiles) -> Tiles:
         """What is computed, each by a call."""
-        return region.tiles
+        return step.tiles
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
         """The first tile's reason, of those that have one."""
@@ -50,32 +50,32 @@ class PerTile:
                 return reason
         return None
 
-    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, region: Region, total: Accumulator) -> None:
+    def forward(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, total: Accumulator) -> None:
         """Tile by tile, into the total."""
-        for tile in self.tiles(region):
+        for tile in self.tiles(step):
             query, key, value = sliced(q, k, v, tile)
             kernel = self.kernel_for(spec, query, key, value, tile)
-            total.add(tile.rows, *kernel.forward(placed(spec, region, tile.rows, tile.cols), query, key, value, tile))
+            total.add(tile.rows, *kernel.forward(placed(spec, step, tile.rows, tile.cols), query, key, value, tile))
 
     def backward(
-        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, region: Region, grads: Gradients
+        self, spec: Spec, merged: MergedOutputs, q: Tensor, k: Tensor, v: Tensor, step: StepTiles, grads: Gradients
     ) -> None:
         """Tile by tile, into the sums."""
-        for tile in self.tiles(region):
-            there = placed(spec, region, tile.rows, tile.cols)
-            dq, dk, dv = self._differentiated(there, final, *sliced(q, k, v, tile), tile)
+        for tile in self.tiles(step):
+            there = placed(spec, step, tile.rows, tile.cols)
+            dq, dk, dv = self._differentiated(there, merged, *sliced(q, k, v, tile), tile)
             grads.add(tile.rows, tile.cols, dq, dk, dv)
             del dq, dk, dv  # or they would be there still while the next tile is computed
 
     def _differentiated(
-        self, spec: Spec, final: BackwardInputs, q: Tensor, k: Tensor, v: Tensor, tile: Tile
+        self, spec: Spec, merged: MergedOutputs, q: Tensor, k: Tensor, v: Tensor, tile: Tile
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of one tile."""
         rows = as_slice(tile.rows)
-        out, lse, grad = final.out[:, :, rows], final.lse[:, :, rows], final.grad[:, :, rows]
+        out, lse, grad = merged.out[:, :, rows], merged.lse[:, :, rows], merged.grad[:, :, rows]
         dq, dk, dv = self.kernel_for(spec, q, k, v, tile).backward(spec, grad, q, k, v, out, lse, tile)
-        if final.grad_lse is not None:
-            more_dq, more_dk = self._through_lse(spec, final.grad_lse[:, :, rows], q, k, lse, tile)
+        if merged.grad_lse is not None:
+            more_dq, more_dk = self._through_lse(spec, merged.grad_lse[:, :, rows], q, k, lse, tile)
             dq, dk = dq.to(lse_dtype(dq.dtype)) + more_dq, dk.to(lse_dtype(dk.dtype)) + more_dk
         return dq, dk, dv
 
@@ -97,15 +97,15 @@ class JoinedTiles(PerTile):
     """`kernel` for tiles that are joined where they are one band: a query chunk over its key prefix is one call, not a
     full tile and a causal one that are merged. For kernels that compute any band."""
 
-    def tiles(self, region: Region) -> Tiles:
-        return joined_tiles(region.tiles)
+    def tiles(self, step: StepTiles) -> Tiles:
+        return joined_tiles(step.tiles)
 
 
-def placed(spec: Spec, region: Region, rows: range, cols: range) -> Spec:
+def placed(spec: Spec, step: StepTiles, rows: range, cols: range) -> Spec:
     """What some rows and columns are computed by: dropout depends on where they lie."""
     if spec.dropout is None:
         return spec
-    return replace(spec, dropout=spec.dropout.at(region.where.indices(rows, cols)))
+    return replace(spec, dropout=spec.dropout.at(step.where.indices(rows, cols)))
 
 
 def sliced(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,11 +1,11 @@
 """Which kernel computes the tiles of a step: the one that was asked for, or for "auto" the fastest.
 
 This is the only list of kernels. What else is to be known of one, it says itself (`Traits`): the order in which "auto"
-tries it, where it runs, whether it rounds, whether it is measured. An explicit request never falls back: it is met, or
-refused with the kernel's own reason and the names of those that would do.
+tries it, where it runs, whether it rounds gradients, whether it is measured. An explicit request never falls back: it
+is met, or refused with the kernel's own reason and the names of those that would do.
 
-"auto" gives a tile to the first kernel in order that can compute it (`fastest`). Where `Spec.preference` has measured
-this device, its order comes first. Four kinds of steps are not taken apart:
+"auto" gives a tile to the first kernel in order that can compute it (`kernel_for_tile`). Where `Spec.preference` has
+measured this device, its order comes first. Four kinds of steps are not taken apart:
 
 * A score_mod, or a tile that needs a mask_mod, is for a kernel that runs programs, which takes all tiles. Other
   kernels refuse, all by the same rule, which is here.
@@ -50,9 +50,9 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in sorted(_ALL, key
 """By name, in the order in which "auto" tries them."""
 
 _PROGRAMS = tuple(kernel for kernel in KERNELS.values() if kernel.traits.programs)
-_USUAL = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.only_programs)
+_USUAL = tuple(kernel for kernel in KERNELS.values() if not kernel.traits.needs_mask_program)
 _ONE_CALL = {kernel.name: kernel for kernel in _USUAL if kernel.traits.optional or kernel.traits.joins_below}
-_ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds for device in kernel.traits.devices)
+_ROUNDING = frozenset(device for kernel in _ALL if kernel.traits.rounds_gradients for device in kernel.traits.devices)
 
 
 def choose_kernel(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Kernel:
@@ -81,11 +81,12 @@ def choose_kernel(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles:
     return KERNELS[name]
 
 
-def fastest(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
-    """The kernel that "auto" has for one tile by itself; raises KernelError if there is none.
+def kernel_for_tile(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
+    """The kernel that "auto" has for one tile by itself: the first in order, or the fastest where measured. Raises
+    KernelError if there is none.
 
     >>> x = torch.empty(1, 1, 4, 8)
-    >>> fastest(Spec(scale=1.0), x, x, x, Tile(range(4), range(4), lo=-3, hi=0)).name
+    >>> kernel_for_tile(Spec(scale=1.0), x, x, x, Tile(range(4), range(4), lo=-3, hi=0)).name
     'cpu_flash'
     """
     for each in _by_speed(spec, q, tile):
@@ -94,42 +95,46 @@ def fastest(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKern
     raise KernelError(_refusal_message("auto", "no kernel can", spec, q, k, v, tile))
 
 
-class _Fastest(PerTile):
-    """Every tile by the kernel that is the fastest for it."""
+class _AutoPerTile(PerTile):
+    """Every tile by the kernel that "auto" has for it."""
 
     def __init__(self) -> None:
         self.name, self.traits = "auto", Traits(order=0)
 
     def kernel_for(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> TileKernel:
-        return fastest(spec, q, k, v, tile)
+        return kernel_for_tile(spec, q, k, v, tile)
 
     def supports(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:
         """Why there is a tile that no kernel can compute."""
         try:
             for tile in tiles:
-                fastest(spec, q, k, v, tile)
+                kernel_for_tile(spec, q, k, v, tile)
         except KernelError as none:
             return str(none)
         return None
 
 
-AUTO = _Fastest()
+AUTO = _AutoPerTile()
 
 
-def rounds(name: str, device: torch.device) -> bool:
+def rounds_gradients(name: str, device: torch.device) -> bool:
     """Whether what is asked for by that name may round gradients to the tensors' dtype there.
 
     A pure function of what all ranks have in common, so that they agree on what travels.
 
-    >>> rounds("auto", torch.device("cuda")), rounds("band", torch.device("cuda")), rounds("auto", torch.device("cpu"))
+    >>> (
+    ...     rounds_gradients("auto", torch.device("cuda")),
+    ...     rounds_gradients("band", torch.device("cuda")),
+    ...     rounds_gradients("auto", torch.device("cpu")),
+    ... )
     (True, False, False)
     """
-    return device.type in _ROUNDING and (name == "auto" or (name in KERNELS and KERNELS[name].traits.rounds))
+    return device.type in _ROUNDING and (name == "auto" or (name in KERNELS and KERNELS[name].traits.rounds_gradients))
 
 
-def runs_programs(name: str) -> bool:
-    """Whether the kernel of that name always wants the mask's program."""
-    return name in KERNELS and KERNELS[name].traits.only_programs
+def needs_mask_program(name: str) -> bool:
+    """Whether the kernel of that name computes nothing without the program of the mask."""
+    return name in KERNELS and KERNELS[name].traits.needs_mask_program
 
 
 def refusal(name: str, spec: Spec, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> str | None:

@@ -18,15 +18,15 @@ from attnspan.dtypes import lse_dtype
 from attnspan.kernels import (
     KERNELS,
     Accumulator,
-    BackwardInputs,
     GlobalPositions,
     GradientBuffers,
+    MergedOutputs,
     Mods,
-    Region,
     RowSums,
     Spec,
+    StepTiles,
+    needs_mask_program,
     refusal,
-    runs_programs,
 )
 from attnspan.masks import Causal, Full, Mask, SlidingWindow
 from attnspan.masks.tile import Kind, Tile
@@ -70,18 +70,18 @@ class Case:
             return None
         positions = torch.arange(len(tile.rows), device=device)
         where = range(1), range(self.heads), ((tile.rows,), (tile.cols,))
-        region = Region((tile,), lambda: GlobalPositions(positions, positions, *where))
+        step = StepTiles((tile,), lambda: GlobalPositions(positions, positions, *where))
 
         def forward() -> Accumulator:
             total = Accumulator((*q.shape[:3], v.shape[3]), torch.float32, device)
-            kernel.forward(spec, q, k, v, region, total)
+            kernel.forward(spec, q, k, v, step, total)
             return total
 
-        final = BackwardInputs(grad, None, *forward().result(q.dtype))
-        of_keys = q.dtype if kernel.traits.rounds else lse_dtype(q.dtype)
+        merged = MergedOutputs(grad, None, *forward().result(q.dtype))
+        of_keys = q.dtype if kernel.traits.rounds_gradients else lse_dtype(q.dtype)
 
         def backward() -> None:
-            kernel.backward(spec, final, q, k, v, region, DroppedGradients((q, k, v), of_keys))
+            kernel.backward(spec, merged, q, k, v, step, DroppedGradients((q, k, v), of_keys))
 
         times = seconds(forward, device), seconds(backward, device)
         return Rate(self.kernel, self.dtype, self.head_dim, self.heads, self.kind, len(tile.rows), tile.area, *times)
@@ -95,7 +95,7 @@ class Case:
 
     def _spec(self, device: torch.device) -> Spec:
         mods = None
-        if runs_programs(self.kernel):
+        if needs_mask_program(self.kernel):
             length = len(self.tile.rows)
             mods = Mods(None, traced(self.mask.mask_mod(length, length)).on(device))
         return Spec(self.head_dim**-0.5, mods)

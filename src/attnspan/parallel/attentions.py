@@ -32,7 +32,7 @@ from attnspan.attention.tuned import NO_TUNING, hardware_for, known_tuning, mach
 from attnspan.attention.uses import Uses
 from attnspan.dtypes import lse_dtype
 from attnspan.errors import AttentionError
-from attnspan.kernels import rounds
+from attnspan.kernels import rounds_gradients
 from attnspan.masks import Full, Mask
 from attnspan.masks.fingerprint import fingerprint
 from attnspan.parallel.block_masks import ReadBlockMask
@@ -160,7 +160,7 @@ class Attentions:
     @property
     def _machine(self) -> Machine:
         transport, kernel = self.spec.transport, self.spec.options.kernel
-        return Machine(partial(machine_here, transport, kernel=kernel), rounds(kernel, transport.device))
+        return Machine(partial(machine_here, transport, kernel=kernel), rounds_gradients(kernel, transport.device))
 
     def reset(self) -> None:
         """Start counting again."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnspan.dtypes import lse_dtype
-from attnspan.kernels import Spec, fastest
+from attnspan.kernels import Spec, kernel_for_tile
 from attnspan.masks.tile import Tile
 from attnspan.paged.kernels import gather_decode
 from attnspan.paged.metadata import PagedMetadata, Pages
@@ -86,9 +86,9 @@ def _by_tile(scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> t
 
 
 def _dense(scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """One tile by the fastest kernel that knows no pages."""
+    """One tile by the first kernel that knows no pages."""
     plain = Spec(scale=scoring.scale)
-    return fastest(plain, q, k, v, tile).forward(plain, q, k, v, tile)
+    return kernel_for_tile(plain, q, k, v, tile).forward(plain, q, k, v, tile)
 
 
 def _by_pairs(
