@@ -104,7 +104,7 @@ def over(layout: Layout, rule: str, backward: bool, length: int = TOKENS, times:
             return cp.unshard(work().detach()), [timed(world, work) for _ in range(times)]
 
     def timed(world: span.testing.World, work: Callable[[], Tensor]) -> float:
-        world.agree(b"")
+        world.all_gather_bytes(b"")
         began = time.thread_time()
         work()
         return time.thread_time() - began

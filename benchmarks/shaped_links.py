@@ -162,7 +162,7 @@ def measured(cell: Cell, transport: Transport, table: Table) -> list[dict[str, A
     for strategy in STRATEGIES:
         found = Bench(work, transport, known, REPEATS).measured(strategy, "auto")
         alone = Bench(work, Silent(transport.rank, RANKS, "cpu"), known, 1).measured(strategy, "auto")
-        both = transport.agree(json.dumps(alone.seconds).encode(), "measurements")
+        both = transport.all_gather_bytes(json.dumps(alone.seconds).encode(), "measurements")
         plan = work.plan(strategy, hardware)
         lines = [predict(plan, rank, SHAPE, hardware, backward=True) for rank in range(RANKS)]
         slowest = max(lines, key=lambda each: each.seconds)

@@ -26,7 +26,7 @@ class Silent(Transport):
     def _post(self, sends, receives, what) -> Pending:
         return Pending()
 
-    def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         return [payload] * self.ranks
 
 
@@ -36,7 +36,7 @@ def random_arenas() -> Iterator[None]:
     made: dict[tuple[int, ...], Tensor] = {}
 
     def empty(key: Tensor, value: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-        buffer = wire.empty(key, value, 0 if dtype is None else rows, dtype)
+        buffer = wire.empty_packed(key, value, 0 if dtype is None else rows, dtype)
         if dtype is not None:
             return buffer
         shape = (rows, *buffer.shape[1:])
@@ -44,5 +44,5 @@ def random_arenas() -> Iterator[None]:
             made[shape] = torch.randn(shape, dtype=buffer.dtype, device=buffer.device)
         return made[shape]
 
-    with patch.object(lane, "empty", empty):
+    with patch.object(lane, "empty_packed", empty):
         yield

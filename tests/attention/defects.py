@@ -6,8 +6,8 @@
 A defect is given `plant(owner, name, bend)`, which puts ``bend(real)`` in the place of ``owner.name``; when the block
 is left, everything is as it was. Code that has moved or was renamed cannot be planted in, and that is an error.
 
-They lie in the order in which a key travels: plan, wire, kernel, merge, the way home, heads, sinks and lse; and what
-FlexAttention's programs add to it.
+They lie in the order in which a key travels: plan, wire, kernel, merge, gradients of keys, heads, sinks and lse; and
+what FlexAttention's programs add to it.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def the_wrong_half_of_a_shard_is_sent(plant):
     def bend(real):
         return lambda buffer, *args, **whole: real(buffer.roll(len(buffer) // 2, 0), *args, **whole)
 
-    plant(lane, "leaving", bend)
+    plant(lane, "send_views", bend)
 
 
 @defect
@@ -190,12 +190,12 @@ def a_run_begins_one_position_too_early(plant):
     def bend(real):
         return lambda buffer, *args, **whole: real(buffer.roll(1, 0), *args, **whole)
 
-    plant(lane, "leaving", bend)
+    plant(lane, "send_views", bend)
 
 
 @defect
 def keys_and_values_change_places_in_the_packed_buffer(plant):
-    plant(lane, "packed", lambda real: lambda key, value: real(value, key))
+    plant(lane, "pack", lambda real: lambda key, value: real(value, key))
 
 
 @defect
@@ -203,7 +203,7 @@ def shards_are_packed_as_if_they_were_contiguous(plant):
     def contiguous(x):
         return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
 
-    plant(lane, "packed", lambda real: lambda key, value: real(contiguous(key), contiguous(value)))
+    plant(lane, "pack", lambda real: lambda key, value: real(contiguous(key), contiguous(value)))
 
 
 @defect
@@ -223,13 +223,13 @@ def own_keys_are_left_out_of_the_arena(plant):
 @defect
 def a_ring_hands_on_its_own_keys_at_every_hop(plant):
     def bend(real):
-        def leaving(self, transfer):
+        def send_views(self, transfer):
             self._ring_buffer = None
             return real(self, transfer)
 
-        return leaving
+        return send_views
 
-    plant(Lane, "_leaving", bend)
+    plant(Lane, "_send_views", bend)
 
 
 def _stale(real):
@@ -455,7 +455,7 @@ def a_row_that_sees_nothing_has_lse_zero(plant):
     plant(Accumulator, "result", bend)
 
 
-# ---- the way home --------------------------------------------------------------------------------------------------
+# ---- gradients of keys ---------------------------------------------------------------------------------------------
 
 
 @defect
@@ -496,14 +496,14 @@ def gradients_of_own_keys_are_not_added(plant):
 @defect
 def gradients_of_keys_go_to_the_wrong_owner(plant):
     def bend(real):
-        def send_home(self, *args):
+        def gradient_messages(self, *args):
             sends, arrivals = real(self, *args)
             parts = [part for _, part in sends]
             return [(to, part) for (to, _), part in zip(sends, parts[1:] + parts[:1], strict=True)], arrivals
 
-        return send_home
+        return gradient_messages
 
-    plant(Lane, "send_home", bend)
+    plant(Lane, "gradient_messages", bend)
 
 
 @defect
@@ -513,7 +513,7 @@ def gradients_that_come_home_are_added_one_row_off(plant):
 
 @defect
 def gradients_that_come_home_are_not_added(plant):
-    plant(Lane, "take_home", lambda real: lambda self, *args: None)
+    plant(Lane, "add_returned_gradients", lambda real: lambda self, *args: None)
 
 
 @defect

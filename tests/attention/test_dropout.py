@@ -80,7 +80,7 @@ def test_backward_from_kept_keys(strategy):
 
     def on(problem, world):
         kept = Attention(problem.plan, world, keep_keys=True)
-        return on_rank(problem, world, lambda q, k, v, sinks: kept.with_lse(q, k, v, **drops))
+        return on_rank(problem, world, lambda q, k, v, sinks: kept(q, k, v, **drops, return_lse=True))
 
     check(problem, on)
 

@@ -325,7 +325,7 @@ def test_sinks_lse_and_autocast_compile(compiled):
     class Whole(torch.nn.Module):
         def forward(self, query, key, value, sinks, attend):
             with torch.autocast("cpu", torch.bfloat16):
-                out, lse = attend.with_lse(query, key, value, sinks=sinks)
+                out, lse = attend(query, key, value, sinks=sinks, return_lse=True)
             return out.float().square().sum() + lse.sin().sum()
 
     def rank(world):
@@ -410,7 +410,7 @@ def test_opcheck_passes():
                     sink = None if some is None else some.clone().requires_grad_()
                     given = (*leaves, sink, [], attend.handle, True, True, *drops, None)
                     torch.library.opcheck(torch.ops.attnspan.attention.default, given)
-                out, lse = attend.with_lse(query, key, value, sinks=sinks)
+                out, lse = attend(query, key, value, sinks=sinks, return_lse=True)
                 header = torch.tensor([1, 7])
                 final = (torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, header)
                 for dropout_p in (0.0, 0.3):

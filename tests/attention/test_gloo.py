@@ -70,8 +70,8 @@ def forms(world):
         "two axes of three": on_rank(there(problems(2)[GRID, "causal"], world), cube["cp", "heads"]),
         "mesh of other axes": refused(four, grid),
         "part of the ranks": on_rank(two, pair) if world.rank in PAIR else None,
-        "an object, first": on_rank(four, None, lambda q, k, v, s: attend.with_lse(q, k, v)),
-        "an object, again": on_rank(four, None, lambda q, k, v, s: attend.with_lse(q, k, v)),
+        "an object, first": on_rank(four, None, lambda q, k, v, s: attend(q, k, v, return_lse=True)),
+        "an object, again": on_rank(four, None, lambda q, k, v, s: attend(q, k, v, return_lse=True)),
     }
 
 

@@ -43,7 +43,7 @@ def by(keep, problem, log=None):
     def rank(world):
         counting = Counting(world)
         attend = Attention(problem.plan, counting, keep_keys=keep)
-        found = on_rank(problem, world, lambda q, k, v, sinks: attend.with_lse(q, k, v, sinks=sinks))
+        found = on_rank(problem, world, lambda q, k, v, sinks: attend(q, k, v, sinks=sinks, return_lse=True))
         if world.rank == 0 and log is not None:
             log.extend(counting.log)
         return found

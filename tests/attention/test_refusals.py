@@ -211,7 +211,7 @@ def test_tensors_that_are_elsewhere():
 
     def call(world):
         world.device = torch.device("meta")
-        world.agree = lambda payload, what: [payload] * 3  # which could not be sent
+        world.all_gather_bytes = lambda payload, what: [payload] * 3  # which could not be sent
         attention(*shards(), plan=PLAN, group=world)
 
     message = "query must be on meta, where the group's tensors are, got cpu"
@@ -328,7 +328,7 @@ def test_ranks_forget_alike_however_many_plans_there_are():
         time.sleep(0.05 * (world.rank == 2))  # the last to come is the last to be forgotten
         for plan in plans:
             attention(*shards(), plan=plan, group=world)
-        world.agree(b"")
+        world.all_gather_bytes(b"")
         time.sleep(0.05 * (world.rank != 2))
         attention(*shards(), plan=plans[0], group=world)
 

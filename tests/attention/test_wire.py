@@ -105,16 +105,17 @@ def weight(problem, dtype, heads=None):
 
 
 def said(problem, rank, way):
-    """What the plan says travels in each step, as bytes by peer: keys by receives and sends, gradients by home ..."""
+    """What the plan says travels in each step, as bytes by peer: keys by receives and sends, gradients by grad_sends
+    ..."""
     plan = problem.plan
-    wide = way in ("home", "returns") and not rounds_gradients(problem.kernel, torch.device(problem.device))
+    wide = way in ("grad_sends", "grad_receives") and not rounds_gradients(problem.kernel, torch.device(problem.device))
     each = weight(problem, torch.float32 if wide else problem.dtype)
     each *= 1 if plan.rows > 1 else problem.rows
     steps = []
     for by_row in zip(*(plan.steps(rank, row) for row in range(plan.rows)), strict=True):
         count = Counter()
         for transfer in (transfer for step in by_row for transfer in getattr(step, way)):
-            peer = transfer.source if way in ("receives", "returns") else transfer.target
+            peer = transfer.source if way in ("receives", "grad_receives") else transfer.target
             count[peer] += transfer.tokens * each
         steps.append(count)
     return steps
@@ -134,7 +135,7 @@ def check_log(problem, rank, log):
     arriving, leaving = said(problem, rank, "receives"), said(problem, rank, "sends")
     steps = [(into, out) for into, out in zip(arriving, leaving, strict=True) if into or out]
     assert [(event.received, event.sent) for event in keys] == steps * 2  # forward and backward
-    home = zip(said(problem, rank, "returns"), said(problem, rank, "home"), strict=True)
+    home = zip(said(problem, rank, "grad_receives"), said(problem, rank, "grad_sends"), strict=True)
     assert [(event.received, event.sent) for event in gradients] == [(i, o) for i, o in home if i or o]
     kinds = Counter(event.kind for event in log if event.kind != "wait")
     assert kinds.pop("agree") == 1

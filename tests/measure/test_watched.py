@@ -35,7 +35,7 @@ class Late(Transport):
         due = self.clock.now + 2.0
         return Pending(lambda: self.clock.passes(max(0.0, due - self.clock.now)))
 
-    def agree(self, payload, what="an agreement"):
+    def all_gather_bytes(self, payload, what="an agreement"):
         self.clock.passes(100.0)
         return [payload] * self.ranks
 
@@ -49,7 +49,7 @@ def test_waiting_counts_and_what_passes_under_compute_does_not(monkeypatch):
     pending.wait()
     assert transport.waited == pytest.approx(0.5)
     pending.wait()
-    transport.agree(b"", "an agreement, which is not counted")
+    transport.all_gather_bytes(b"", "an agreement, which is not counted")
     assert transport.waited == pytest.approx(0.5)
     transport.gather(tensor, [torch.empty(4), torch.empty(4)]).wait()
     transport.reduce_scatter([tensor, tensor], torch.empty(4)).wait()

@@ -118,9 +118,9 @@ def test_the_first_call_finds_its_plan():
         attended(cp, 0)
         with ThreadPoolExecutor(1) as planner:
             sessions = [planner.submit(cp.with_mask, mask).result() for mask in asked]
-        world.agree(b"")
+        world.all_gather_bytes(b"")
         before = chosen.cache_info().misses, steps.cache_info().misses
-        world.agree(b"")
+        world.all_gather_bytes(b"")
         for session in sessions:
             attended(session, 1)
         return before == (chosen.cache_info().misses, steps.cache_info().misses)
@@ -135,7 +135,7 @@ def test_twin_a_shape_that_never_ran_is_planned_when_it_comes():
         cp = ContextParallel(world, seq_len=LENGTH, mask=Causal())
         session = cp.with_mask(SlidingWindow(17))
         before = chosen.cache_info().misses
-        world.agree(b"")
+        world.all_gather_bytes(b"")
         x = torch.randn(1, 2, len(session.positions), 4)
         session.attention(x, x, x)
         return chosen.cache_info().misses > before

@@ -102,15 +102,15 @@ def test_gradients_of_every_key_used_go_home_once_after_the_step_that_used_it(pl
         owner = {p: rank // plan.degree for rank, shard in enumerate(shards) for p in shard}
         steps = [plan.steps(group * plan.degree, row) for group in range(plan.groups)]
         for at_once in zip(*steps, strict=True):
-            assert sorted(way for step in at_once for way in step.home) == sorted(
-                way for step in at_once for way in step.returns
+            assert sorted(way for step in at_once for way in step.grad_sends) == sorted(
+                way for step in at_once for way in step.grad_receives
             )
         for group, mine in enumerate(steps):
-            gone = [p for step in mine for way in step.home for p in positions(way.runs)]
+            gone = [p for step in mine for way in step.grad_sends for p in positions(way.runs)]
             assert len(gone) == len(set(gone))
             assert set(gone) == {p for p in used_keys(plan, group, row) if owner[p] != group}
             for step in mine:
-                for way in step.home:
+                for way in step.grad_sends:
                     assert way.source == group
                     assert {owner[p] for p in positions(way.runs)} == {way.target}
                     assert set(positions(way.runs)) <= set(positions(step.arena))

@@ -394,7 +394,7 @@ def test_options_are_read_on_entering():
     def run(mesh):
         buffers = whole(8)
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
-            mesh.agree(b"")  # everyone has entered
+            mesh.all_gather_bytes(b"")  # everyone has entered
             _cp_options.enable_load_balance = False
             _cp_options.rotate_method = _RotateMethod.ALL_TO_ALL
             out = F.scaled_dot_product_attention(*buffers, is_causal=True)

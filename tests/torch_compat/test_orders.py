@@ -182,7 +182,7 @@ def test_shards_that_nobody_here_cut_lie_as_the_option_says():
 def test_options_are_a_virtual_ranks_own():
     def run(mesh):
         _cp_options.enable_load_balance = bool(mesh.rank)
-        mesh.agree(b"")  # everybody has
+        mesh.all_gather_bytes(b"")  # everybody has
         return _cp_options.enable_load_balance
 
     assert on_ranks(3, run) == [False, True, True]

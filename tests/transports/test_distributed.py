@@ -49,7 +49,7 @@ def two_at_once(world):
     """The laws on parts of four ranks, of which the two halves are at work at once; then on the axes of a mesh."""
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     half = transport_of(halves[world.rank % 2])
-    half.agree(b"")  # of an NCCL group the first operation is everybody's
+    half.all_gather_bytes(b"")  # of an NCCL group the first operation is everybody's
     found = {"halves": obeyed(half)}
     mesh = init_device_mesh(world.device.type, (2, 2), mesh_dim_names=("outer", "inner"))
     for axis in ("outer", "inner"):
@@ -227,7 +227,7 @@ def test_without_torch_distributed_the_default_group_is_refused():
 def test_a_device_stands_for_this_process_alone():
     world = transport_of(torch.device("cpu"))
     assert (world.rank, world.ranks, world.device) == (0, 1, torch.device("cpu"))
-    assert world.agree(b"mine") == [b"mine"]
+    assert world.all_gather_bytes(b"mine") == [b"mine"]
     assert transport_of(torch.device("cpu")) is world, "one group, in which sessions can meet"
 
 

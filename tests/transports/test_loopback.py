@@ -63,9 +63,9 @@ def test_a_receive_read_too_early_shows_its_old_content():
         after, before = neighbours(world)
         got = torch.full((3,), -1.0)
         pending = world.exchange([(after, held(world.rank, 3))], [(before, got)])
-        world.agree(b"")  # all have posted
+        world.all_gather_bytes(b"")  # all have posted
         early = got.tolist()
-        world.agree(b"")  # all have looked
+        world.all_gather_bytes(b"")  # all have looked
         pending.wait()
         same(got, held(before, 3))
         return early
@@ -79,7 +79,7 @@ def test_a_send_overwritten_too_early_arrives_overwritten():
         out, got = torch.zeros(3), torch.full((3,), -1.0)
         pending = world.exchange([(after, out)], [(before, got)])
         out.fill_(7)
-        world.agree(b"")
+        world.all_gather_bytes(b"")
         pending.wait()
         return got.tolist()
 
@@ -196,7 +196,7 @@ def test_a_group_can_be_used_again_after_an_error():
     group = loopback(2)
     with pytest.raises(ZeroDivisionError):
         group.run(lambda world: 1 / world.rank)
-    assert group.run(lambda world: world.agree(bytes([world.rank]))) == [[b"\0", b"\1"]] * 2
+    assert group.run(lambda world: world.all_gather_bytes(bytes([world.rank]))) == [[b"\0", b"\1"]] * 2
 
 
 # Threads: what ranks inherit from the caller.

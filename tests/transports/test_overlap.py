@@ -109,12 +109,12 @@ def test_twin_a_loop_that_waits_at_once_is_found(monkeypatch):
 
 
 def test_twin_a_buffer_that_is_used_again_too_early_is_found(monkeypatch):
-    made, empty = {}, lane.empty
+    made, empty = {}, lane.empty_packed
 
     def kept(key, value, rows, dtype=None):
         here = (threading.get_ident(), rows, dtype)
         return made.setdefault(here, empty(key, value, rows, dtype))
 
-    monkeypatch.setattr(lane, "empty", kept)
+    monkeypatch.setattr(lane, "empty_packed", kept)
     with pytest.raises(AssertionError, match=r"that is under way was posted again|was written to"):
         check_buffers("ring", monkeypatch)

@@ -56,7 +56,7 @@ class Wire(Transport):
         self.untouched = torch.ones((), dtype=torch.bool, device=self.device)
         torch.cuda.synchronize()  # what was recorded and made above is there for the wire's stream too
 
-    def agree(self, payload, what="an agreement"):
+    def all_gather_bytes(self, payload, what="an agreement"):
         return [payload] * self.ranks
 
     def _post(self, sends, receives, what):
@@ -179,13 +179,13 @@ def test_twin_a_loop_that_waits_at_once_is_found(tmp_path, monkeypatch):
 
 
 def test_twin_a_buffer_that_is_used_again_too_early_is_found(tmp_path, monkeypatch):
-    made, empty = {}, lane.empty
+    made, empty = {}, lane.empty_packed
 
     def kept(key, value, rows, dtype=None):
         return made.setdefault((rows, dtype), empty(key, value, rows, dtype))
 
     plan, (expected, log) = recorded("ring")
-    monkeypatch.setattr(lane, "empty", kept)
+    monkeypatch.setattr(lane, "empty_packed", kept)
     ran = on_the_wire(plan, log, tmp_path)
     with pytest.raises(AssertionError, match=r"under way|not the bits"):
         check_results(ran, expected)

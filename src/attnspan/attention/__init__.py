@@ -2,7 +2,7 @@
 
 In the order of a call:
 
-    function.py     `attention`, and `Attention`, which is made once (inputs.py: the tensors of a call; score.py: a
+    api.py          `attention`, and `Attention`, which is made once (inputs.py: the tensors of a call; score.py: a
                     traced score_mod; transforms.py: derivatives that are refused)
     ops.py          the custom ops, forward and backward (handles.py: objects as tensors in their arguments)
     bound_plan.py   a plan on a group, with its options (tuned.py: what "auto" plans with; links.py: measured links)
@@ -17,6 +17,6 @@ In the order of a call:
     uses.py         counts of calls (pass_timer.py: their times; recording.py: spans, while a group is profiled)
 """
 
-from attnspan.attention.function import Attention, attention
+from attnspan.attention.api import Attention, attention
 
 __all__ = ["Attention", "attention"]

@@ -16,7 +16,7 @@ else, the call is refused, and the error asks for a new mask.
 attentions, so the agreement includes the content of captured tensors. A mask's never changes; a score_mod's is compared
 once.
 
-[Note: seeds] Dropout needs the same seed on every rank (function.py explains where it comes from). The agreement
+[Note: seeds] Dropout needs the same seed on every rank (api.py explains where it comes from). The agreement
 compares the first one. Seeds of later calls are part of the operation's name, so message headers compare them without
 another exchange.
 """
@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from attnspan.attention.bound_plan import Agreement, BoundPlan
+from attnspan.attention.bound_plan import BoundPlan
 from attnspan.attention.inputs import Inputs
 from attnspan.dtypes import dtype_name, lse_dtype
 from attnspan.errors import AttentionError, AttnspanError, KernelError, MaskError, TuningError
@@ -45,6 +45,18 @@ OTHERS_SHARD = "attend by the session that sharded it (an attached model is told
 SHARED = "a plan that all ranks share"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Agreement(NamedTuple):
+    """What ranks have agreed on for tensors of some shapes: a name for what they do, and whether they keep keys."""
+
+    name: str
+    keeps_keys: bool
+
+    def name_of(self, inputs: Inputs) -> str:
+        """What ranks do with some inputs. See [Note: seeds]."""
+        seed = "" if inputs.dropout is None else f" with dropout_seed={inputs.dropout.seed}, the same on every rank"
+        return self.name + seed
 
 
 def agree(bound: BoundPlan, inputs: Inputs) -> Agreement:

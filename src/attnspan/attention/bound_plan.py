@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,17 +29,8 @@ from attnspan.plan.kind import latents_pay, strategy_for
 from attnspan.transports import Transport
 from attnspan.tuning import table_for
 
-
-class Agreement(NamedTuple):
-    """What ranks have agreed on for tensors of some shapes: a name for what they do, and whether they keep keys."""
-
-    name: str
-    keeps_keys: bool
-
-    def name_of(self, inputs: Inputs) -> str:
-        """What ranks do with some inputs. See [Note: seeds] in agreement.py."""
-        seed = "" if inputs.dropout is None else f" with dropout_seed={inputs.dropout.seed}, the same on every rank"
-        return self.name + seed
+if TYPE_CHECKING:
+    from attnspan.attention.agreement import Agreement
 
 
 @dataclass(eq=False)
@@ -57,7 +48,7 @@ class BoundPlan:
     check_before_forward: Callable[[], None] | None = field(default=None, repr=False)  # may refuse
     watched: Mask | None = field(default=None, repr=False)  # refused once it has changed, see agreement.py
     agreed: dict[tuple[object, ...], Agreement] = field(default_factory=dict, init=False, repr=False)  # by shapes
-    _suited: dict[Shape, BoundPlan] = field(default_factory=dict, init=False, repr=False)
+    _by_shape: dict[Shape, BoundPlan] = field(default_factory=dict, init=False, repr=False)
     _mods: dict[tuple[torch.device, torch.dtype], Mods | None] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,14 +74,14 @@ class BoundPlan:
         if not self.auto:
             return self
         known, shape = group_tuning(self.transport), inputs.shape
-        return self if shape is None else self._suiting(shape, known)
+        return self if shape is None else self._for_shape(shape, known)
 
-    def _suiting(self, shape: Shape, known: GroupTuning) -> BoundPlan:
-        if shape not in self._suited:
+    def _for_shape(self, shape: Shape, known: GroupTuning) -> BoundPlan:
+        if shape not in self._by_shape:
             machine = hardware_for(known, shape, self.transport.device, self.kernel)
-            plan = _chosen(self.plan, shape, machine, self.keep_keys)
-            self._suited.setdefault(shape, replace(self, plan=plan, auto=False))
-        return self._suited[shape]
+            plan = _with_strategy(self.plan, shape, machine, self.keep_keys)
+            self._by_shape.setdefault(shape, replace(self, plan=plan, auto=False))
+        return self._by_shape[shape]
 
     def latents_pay(self, shape: Shape) -> bool:
         """Whether latents of that shape should travel, rather than the keys and values that they expand to."""
@@ -105,7 +96,7 @@ class BoundPlan:
         if self.auto and known is None:
             return
         with suppress(PlanError, MaskError):
-            plan = self._suiting(shape, known).plan if self.auto and known is not None else self.plan
+            plan = self._for_shape(shape, known).plan if self.auto and known is not None else self.plan
             for row in range(plan.rows):
                 plan.steps(self.rank, row)
 
@@ -169,7 +160,7 @@ class BoundPlan:
         return HeadAllToAll(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
 
 
-def _chosen(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Plan:
+def _with_strategy(plan: Plan, shape: Shape, hardware: Hardware, keep_keys: KeepKeys) -> Plan:
     """The plan with the strategy that suits its kind; cross-attention keeps its own."""
     if (plan.key_len, plan.key_layout) != (plan.seq_len, plan.layout):
         return plan

@@ -15,7 +15,10 @@ from attnspan.plan import Shape
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call on this rank, whether its lse is returned to the model, and dropout."""
+    """The tensors of one call on this rank, whether its lse is returned to the model, and dropout.
+
+    Of a latent (B, S, R), key and value are both that latent until `Attention.run` gives it an `expander` (latent.py).
+    """
 
     query: Tensor
     key: Tensor
@@ -25,7 +28,7 @@ class Inputs(NamedTuple):
     return_lse: bool = False
     dropout_p: float = 0.0
     dropout_seed: int | None = None
-    expander: Expander | None = None  # of a latent, which is then the key, beside a value of no size
+    expander: Expander | None = None  # of a latent, which is then a key (B, 1, S, R) beside a value of size 0
 
     @property
     def key_value(self) -> tuple[Tensor, Tensor]:

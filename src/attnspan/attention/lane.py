@@ -1,7 +1,8 @@
-"""A lane: one batch row on one rank (or all rows, if they are alike), with its tensors and its steps.
+"""A lane: the tensors of some batch rows and heads on a rank, and their steps.
 
-A lane sends and receives the keys of a step, has a kernel compute the step's tiles, and in backward sends gradients
-home. It makes no decisions: they are all in the plan. The loop over steps is in loop.py.
+For each step a lane lists the messages that bring its keys, has a kernel compute its tiles, and in backward lists the
+messages that take gradients to the owners of keys. The loop over steps, which exchanges all these, is in loop.py. A
+lane makes no decisions: they are all in the plan.
 
 [Note: gradients that travel] The gradient of a key is computed on every rank that used the key, sent to the key's
 owner, and summed there in float32. It travels in float32, or in the tensors' dtype, which is half the bytes, if the
@@ -28,12 +29,12 @@ from attnspan.attention.wire import (
     ReturningGradients,
     RunOffsets,
     StagedMessage,
-    arriving,
-    empty,
-    leaving,
-    packed,
+    empty_packed,
+    pack,
+    receive_views,
     run_offsets,
-    unpacked,
+    send_views,
+    unpack_views,
 )
 from attnspan.dtypes import lse_dtype
 from attnspan.kernels import (
@@ -77,12 +78,12 @@ class KeySum(RunningSum):
     __slots__ = ("packed",)
 
     def __init__(self, packed: Tensor, head_dim: int):
-        super().__init__(*unpacked(packed, head_dim))
+        super().__init__(*unpack_views(packed, head_dim))
         self.packed = packed
 
 
 class Lane:
-    """The keys of one batch row on their way through the steps of one rank."""
+    """The tensors of some batch rows and heads, on their way through the steps of their row in the plan."""
 
     def __init__(self, bound: BoundPlan, row: int, rows_and_heads: RowsAndHeads, inputs: Inputs):
         plan, rank, degree = bound.plan, bound.rank, bound.plan.degree
@@ -101,36 +102,36 @@ class Lane:
 
     # ---- keys travel -------------------------------------------------------------------------------------------
 
-    def post(self, step: Step) -> tuple[list[Message], list[Message], Arena, list[StagedMessage]]:
+    def key_messages(self, step: Step) -> tuple[list[Message], list[Message], Arena, list[StagedMessage]]:
         """The sends and receives of a step, the arena that they fill, and messages to be copied into it on arrival."""
         if not step.receives and step.arena == self._own:
-            sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
+            sends = [(t.target, part) for t in step.sends for part in self._send_views(t)]
             return sends, [], Arena(self.key, self.value, is_own=True), []
         offsets = run_offsets(step.arena)
-        buffer = empty(self.key, self.value, len(offsets))
-        arena = Arena(*unpacked(buffer, self.key.shape[3]), is_own=False)
+        buffer = empty_packed(self.key, self.value, len(offsets))
+        arena = Arena(*unpack_views(buffer, self.key.shape[3]), is_own=False)
         self._copy_own(arena, offsets, step)
         if step.own and step.own == self._own:  # own keys are all in the arena: not packed again to be sent
-            sends = [(t.target, part) for t in step.sends for part in leaving(buffer, offsets, t, whole=False)]
+            sends = [(t.target, part) for t in step.sends for part in send_views(buffer, offsets, t)]
         else:
-            sends = [(t.target, part) for t in step.sends for part in self._leaving(t)]
+            sends = [(t.target, part) for t in step.sends for part in self._send_views(t)]
         receives, staged = [], []
         for transfer in step.receives:
-            parts, late = arriving(buffer, offsets, transfer, self._is_ring)
+            parts, late = ([buffer], None) if self._is_ring else receive_views(buffer, offsets, transfer)
             receives += [(transfer.source, part) for part in parts]
             staged += [late] if late else []
         self._ring_buffer = buffer
         return sends, receives, arena, staged
 
-    def _leaving(self, transfer: Transfer) -> list[Tensor]:
+    def _send_views(self, transfer: Transfer) -> list[Tensor]:
         if self._is_ring:
-            buffer = packed(self.key, self.value) if self._ring_buffer is None else self._ring_buffer
-            return leaving(buffer, self._own_offsets, transfer, whole=True)
-        return leaving(self._packed(), self._own_offsets, transfer, whole=False)
+            buffer = pack(self.key, self.value) if self._ring_buffer is None else self._ring_buffer
+            return [buffer]
+        return send_views(self._packed(), self._own_offsets, transfer)
 
     def _packed(self) -> Tensor:
         if self._own_packed is None:
-            self._own_packed = packed(self.key, self.value)
+            self._own_packed = pack(self.key, self.value)
         return self._own_packed
 
     def _copy_own(self, arena: Arena, offsets: RunOffsets, step: Step) -> None:
@@ -187,7 +188,9 @@ class Lane:
         """
         keys = None
         if not arena.is_own:
-            keys = KeySum(empty(self.key, self.value, arena.key.shape[2], self.gradient_dtype), self.key.shape[3])
+            keys = KeySum(
+                empty_packed(self.key, self.value, arena.key.shape[2], self.gradient_dtype), self.key.shape[3]
+            )
         into = grads.keys if keys is None else keys
         if step.tiles and self.expander is None:
             self._backward(step, arena[:2], merged, StepGrads(self, grads, into, arena[:2]))
@@ -217,7 +220,7 @@ class Lane:
         self._backward(step, keys, merged, StepGrads(self, grads, total, keys))
         return total.result(self.key.dtype)
 
-    def send_home(
+    def gradient_messages(
         self, step: Step, keys: KeySum | None, grads: GradientSums
     ) -> tuple[list[Message], ReturningGradients]:
         """Sends for the gradients of other ranks' keys, and buffers for those of own keys from other ranks."""
@@ -225,9 +228,9 @@ class Lane:
         if keys is not None:
             self._add_own(step, keys, grads)
             offsets = run_offsets(step.arena)
-            sends = [(t.target, part) for t in step.home for part in leaving(keys.packed, offsets, t, whole=False)]
-        buffer = functools.partial(empty, self.key, self.value, dtype=self.gradient_dtype)
-        return sends, ReturningGradients(step.returns, buffer)
+            sends = [(t.target, part) for t in step.grad_sends for part in send_views(keys.packed, offsets, t)]
+        buffer = functools.partial(empty_packed, self.key, self.value, dtype=self.gradient_dtype)
+        return sends, ReturningGradients(step.grad_receives, buffer)
 
     def _add_own(self, step: Step, keys: KeySum, grads: GradientSums) -> None:
         """Add the gradients of own keys that were copied into the arena."""
@@ -236,10 +239,11 @@ class Lane:
             stacks = (part.unsqueeze(0) for part in keys.result(source))
             grads.keys.gather(range(to.start, to.stop), *stacks, wait=self._is_last(step))  # that holds all of `keys`
 
-    def take_home(self, step: Step, arrivals: ReturningGradients, grads: GradientSums) -> None:
+    def add_returned_gradients(self, step: Step, arrivals: ReturningGradients, grads: GradientSums) -> None:
+        """Add the gradients of own keys that arrived from other ranks."""
         for run, parts in arrivals.parts():
             (rows,) = self._own_offsets.slices((run,))
-            stacks = unpacked(parts, self.key.shape[3])
+            stacks = unpack_views(parts, self.key.shape[3])
             grads.keys.gather(range(rows.start, rows.stop), *stacks, wait=self._is_last(step) and not arrivals.many)
 
     def _is_last(self, step: Step) -> bool:
@@ -272,7 +276,7 @@ class GradientSums:
 
 class StepGrads(NamedTuple):
     """Where a kernel puts the gradients of one step: those of queries into their total; those of own keys into their
-    total, those of received keys into the buffer that is sent home."""
+    total, those of received keys into the buffer that is sent to their owners."""
 
     lane: Lane
     totals: GradientSums
@@ -305,7 +309,7 @@ class StepGrads(NamedTuple):
         if self.lane.is_final:
             self.totals.query.add(range(into.dq.shape[2]), into.dq)
         if isinstance(self.keys, KeySum):
-            self.keys.open()
+            self.keys.mark_written()
         else:
             self.keys.add(range(into.dk.shape[2]), into.dk, into.dv)
 

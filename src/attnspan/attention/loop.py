@@ -2,15 +2,14 @@
 
 Each iteration waits for the step's keys, starts the exchange of the next step, and computes. So communication overlaps
 with the compute of the previous step, and at most two arenas are alive. In backward the gradients of a step's keys are
-sent home during the compute of the next step. Keys that forward kept (kept.py) do not travel again.
+sent to their owners during the compute of the next step. Keys that forward kept (kept.py) do not travel again.
 
 Batch rows with different steps are separate lanes; their messages are exchanged together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -55,14 +54,11 @@ def backward(
     """The gradients of every lane. Gradients of captured tensors are added to `captured`, those of an expansion's
     weights to `weights`."""
     grads = [GradientSums.of(lane, captured, weights) for lane in lanes]
-    post: Callable[[int], KeyExchange | KeptStep] = (
-        partial(KeyExchange, transport, lanes) if kept is None else partial(KeptStep, kept)
-    )
-    coming = post(0)
+    coming = KeyExchange(transport, lanes, 0, kept)
     going: GradientExchange | None = None
     for index in range(_step_count(lanes)):
         arenas = coming.wait()
-        coming = post(index + 1)
+        coming = KeyExchange(transport, lanes, index + 1, kept)
         with computing(transport, f"gradients of step {index}"):
             keys = [
                 lane.backward(lane.steps[index], arena, merged, grad)
@@ -77,15 +73,16 @@ def backward(
 
 
 class KeyExchange:
-    """The exchange of one step's keys, under way; empty after the last step."""
+    """The exchange of one step's keys, under way; empty after the last step, and for arenas that forward kept."""
 
-    def __init__(self, transport: Transport, lanes: Sequence[Lane], index: int):
+    def __init__(self, transport: Transport, lanes: Sequence[Lane], index: int, kept: ArenasByStep | None = None):
         sends: list[Message] = []
         receives: list[Message] = []
-        self._arenas: list[Arena] = []
+        is_step = index < _step_count(lanes)
+        self._arenas: list[Arena] = kept[index] if kept is not None and is_step else []
         self._staged = []
-        for lane in lanes if index < _step_count(lanes) else []:
-            out, into, arena, staged = lane.post(lane.steps[index])
+        for lane in lanes if kept is None and is_step else []:
+            out, into, arena, staged = lane.key_messages(lane.steps[index])
             sends += out
             receives += into
             self._arenas.append(arena)
@@ -100,17 +97,6 @@ class KeyExchange:
         self._pending.wait()
         for staged in self._staged:
             staged.land()
-        return self._arenas
-
-
-class KeptStep:
-    """The keys of one step that forward kept."""
-
-    def __init__(self, kept: ArenasByStep, index: int):
-        self._arenas = kept[index] if index < len(kept) else []
-
-    def wait(self) -> list[Arena]:
-        """The arenas."""
         return self._arenas
 
 
@@ -130,7 +116,7 @@ class GradientExchange:
         self._landing = []
         for lane, key, grad in zip(lanes, keys, grads, strict=True):
             step = lane.steps[index]
-            out, arrivals = lane.send_home(step, key, grad)
+            out, arrivals = lane.gradient_messages(step, key, grad)
             sends += out
             receives += arrivals.receives
             self._landing.append((lane, step, arrivals, grad))
@@ -142,7 +128,7 @@ class GradientExchange:
     def wait(self) -> None:
         self._pending.wait()
         for lane, step, arrivals, grad in self._landing:
-            lane.take_home(step, arrivals, grad)
+            lane.add_returned_gradients(step, arrivals, grad)
 
 
 def _step_count(lanes: Sequence[Lane]) -> int:

@@ -55,11 +55,11 @@ from attnspan.transports.operations import enter_operation
 EXPANSION_GONE = "handle is a copy whose original is gone; keep the expansion that it belongs to"
 
 
-def _with_expander(inputs: Inputs, handle: Tensor | None) -> Inputs:
+def _with_expander(inputs: Inputs, expander_handle: Tensor | None) -> Inputs:
     """The inputs of an op; weights that expand a latent are then no longer among captured tensors."""
-    if handle is None:
+    if expander_handle is None:
         return inputs
-    expander = object_of(handle, EXPANSION_GONE)
+    expander = object_of(expander_handle, EXPANSION_GONE)
     assert isinstance(expander, Expander), "handles are of expansions"
     captured = inputs.captured[: len(inputs.captured) - len(expander.weights)]
     return inputs._replace(captured=captured, expander=expander)
@@ -72,18 +72,18 @@ def attention(
     value: Tensor,
     sinks: Tensor | None,
     captured: Sequence[Tensor],
-    handle: Tensor,
+    plan_handle: Tensor,
     return_lse: bool,
     differentiable: bool,
     dropout_p: float,
     dropout_seed: Tensor | None,
-    expander: Tensor | None,
+    expander_handle: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)  # see transforms.py
     seed = None if dropout_seed is None else int(dropout_seed)
     inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
-    inputs = _with_expander(inputs, expander)
-    bound = BoundPlan.of(handle).for_inputs(inputs)
+    inputs = _with_expander(inputs, expander_handle)
+    bound = BoundPlan.of(plan_handle).for_inputs(inputs)
     if bound.check_before_forward is not None:
         bound.check_before_forward()
     with abort_on_error(bound.transport, except_for=(AttentionError, KernelError)):
@@ -105,10 +105,20 @@ def attention(
 
 @attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, captured: Sequence[Tensor], *rest: object
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    captured: Sequence[Tensor],
+    plan_handle: Tensor,
+    return_lse: bool,
+    differentiable: bool,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    expander_handle: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_no_tangents("attention", query, key, value, sinks, *captured)
-    if rest[5:] != (None,):
+    if expander_handle is not None:
         raise AttentionError("a latent is expanded by running it; give real tensors, outside of compiled graphs")
     devices = {x.device for x in (query, key, value, sinks) if x is not None}
     if len(devices) > 1:  # of real tensors too: torch calls this for any that are on the meta device
@@ -132,15 +142,15 @@ def attention_backward(
     sinks: Tensor | None,
     captured: Sequence[Tensor],
     wanted: Sequence[int],
-    handle: Tensor,
+    plan_handle: Tensor,
     return_lse: bool,
     dropout_p: float,
-    expander: Tensor | None,
+    expander_handle: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     forward_pass, seed = header.tolist()  # see [Note: saved seeds]
     inputs = Inputs(query, key, value, sinks, captured, return_lse, dropout_p, seed)
-    inputs = _with_expander(inputs, expander)
-    bound = BoundPlan.of(handle).for_inputs(inputs)
+    inputs = _with_expander(inputs, expander_handle)
+    bound = BoundPlan.of(plan_handle).for_inputs(inputs)
     if grad_lse is None and return_lse and bound.plan.degree > 1:  # see [Note: gradients of lse over ranks]
         grad_lse = torch.zeros_like(lse)
     assert return_lse or grad_lse is None, "an lse that was not returned has no gradient"
@@ -174,21 +184,21 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, sinks, captured, handle, ctx.return_lse, _, ctx.dropout_p, _, expander = inputs
-    ctx.save_for_backward(query, key, value, sinks, handle, expander, *output, *captured)
+    query, key, value, sinks, captured, plan_handle, ctx.return_lse, _, ctx.dropout_p, _, expander_handle = inputs
+    ctx.save_for_backward(query, key, value, sinks, plan_handle, expander_handle, *output, *captured)
     # A reference of its own, since hooks may save a copy of the handle.
-    ctx.expander = None if expander is None else object_of(expander, EXPANSION_GONE)
+    ctx.expander = None if expander_handle is None else object_of(expander_handle, EXPANSION_GONE)
     ctx.wanted = [i for i, x in enumerate(captured) if x.requires_grad]  # hooks may save copies that do not
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[object, ...]:
-    query, key, value, sinks, handle, expander, out, lse, header, *captured = ctx.saved_tensors
+    query, key, value, sinks, plan_handle, expander_handle, out, lse, header, *captured = ctx.saved_tensors
     check_untransformed("attention's backward", grad, grad_lse, instead="take one gradient after another")
     grad = torch.zeros_like(out) if grad is None else grad
-    wanted, more = ctx.wanted, (ctx.return_lse, ctx.dropout_p, expander)
+    wanted, more = ctx.wanted, (ctx.return_lse, ctx.dropout_p, expander_handle)
     dq, dk, dv, d_sinks, d_captured = attention_backward(
-        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, handle, *more
+        grad, grad_lse, query, key, value, out, lse, header, sinks, captured, wanted, plan_handle, *more
     )
     d_captured = [x if i in wanted else None for i, x in enumerate(d_captured)]
     return dq, dk, dv, None if sinks is None else d_sinks, d_captured, *[None] * 6

@@ -57,8 +57,12 @@ class RunningSum:
         begun = any(self._seen)
         if begun:
             self.result()
-        self._seen[:] = b"\1" * len(self._seen)
+        self.mark_written()
         return begun
+
+    def mark_written(self) -> None:
+        """All rows have been written, by one writer."""
+        self._seen[:] = b"\1" * len(self._seen)
 
     def gather(self, rows: range, stacks: Sequence[Sequence[Tensor]]) -> None:
         """Add all parts of some stacks per view to some rows, in one pass."""

@@ -47,7 +47,7 @@ def group_tuning(transport: Transport) -> GroupTuning:
     known = known_tuning(transport)
     if known is None:
         with abort_on_error(transport, except_for=(TuningError,)):
-            known = _agree(transport)
+            known = _share_tuning(transport)
         _AGREED.setdefault(transport.group, {})[transport.device.type] = known
     return known
 
@@ -91,7 +91,7 @@ def hardware_for(known: GroupTuning, shape: Shape, device: torch.device, kernel:
     return known.links.on(base if table is None else table.hardware(shape, base, kernel))
 
 
-def _agree(transport: Transport) -> GroupTuning:
+def _share_tuning(transport: Transport) -> GroupTuning:
     try:
         table, place = table_for(transport.device), place_if_measured(transport)
     except TuningError as refused:
@@ -105,7 +105,7 @@ def _agree(transport: Transport) -> GroupTuning:
         raise wrong
     digests, places = zip(*said, strict=True)
     if consensus.differing_ranks(digests):
-        first = transport.agree(text.encode() if transport.rank == 0 else b"", "rank 0's tuning table")[0]
+        first = transport.all_gather_bytes(text.encode() if transport.rank == 0 else b"", "rank 0's tuning table")[0]
         table = Table.of(json.loads(first), "rank 0's tuning table") if first else None
     if None in places:
         return GroupTuning(table)

@@ -8,7 +8,7 @@ arrival.
 is a single message, which the sender gathers and the receiver scatters: the copies are cheaper than the latency of many
 small messages. A ring passes whole buffers on, always as one message. Both ends decide from the transfer alone.
 
-Knows transfers and tensors, nothing of kernels. Shapes: B batch rows, Hk key heads, S positions, D and Dv head dims.
+Knows transfers and tensors, nothing of tiles. Shapes: B batch rows, Hk key heads, S positions, D and Dv head dims.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ MAX_RUNS = 8
 """The most runs of a transfer that are sent as separate messages."""
 
 
-def packed(key: Tensor, value: Tensor) -> Tensor:
+def pack(key: Tensor, value: Tensor) -> Tensor:
     """K (B, Hk, S, D) and V (B, Hk, S, Dv) as one buffer (S, B, Hk, D + Dv)."""
-    buffer = empty(key, value, key.shape[2])
-    for view, tensor in zip(unpacked(buffer, key.shape[3]), (key, value), strict=True):
+    buffer = empty_packed(key, value, key.shape[2])
+    for view, tensor in zip(unpack_views(buffer, key.shape[3]), (key, value), strict=True):
         write_into(view, tensor)
     return buffer
 
 
-def empty(key: Tensor, value: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A packed buffer for `rows` positions of such keys and values."""
+def empty_packed(key: Tensor, value: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A packed buffer for so many positions of such keys and values."""
     batch, heads, _, dim = key.shape
-    return key.new_empty(rows, batch, heads, dim + value.shape[3], dtype=dtype)
+    return key.new_empty(tokens, batch, heads, dim + value.shape[3], dtype=dtype)
 
 
-def unpacked(buffer: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+def unpack_views(buffer: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """K and V of a packed buffer (..., S, B, Hk, D + Dv), as views (..., B, Hk, S, D) and (..., B, Hk, S, Dv)."""
     both = buffer.movedim(-4, -2)
     return both[..., :head_dim], both[..., head_dim:]
@@ -86,20 +86,14 @@ def run_offsets(runs: Runs) -> RunOffsets:
     return RunOffsets(runs)
 
 
-def leaving(buffer: Tensor, offsets: RunOffsets, transfer: Transfer, whole: bool) -> list[Tensor]:
+def send_views(buffer: Tensor, offsets: RunOffsets, transfer: Transfer) -> list[Tensor]:
     """The messages to send for a transfer, as views of a buffer where possible."""
-    if whole:
-        return [buffer]
     pieces = [buffer[rows] for rows in offsets.slices(transfer.runs)]
     return pieces if _by_run(transfer) else [torch.cat(pieces)]
 
 
-def arriving(
-    buffer: Tensor, offsets: RunOffsets, transfer: Transfer, whole: bool
-) -> tuple[list[Tensor], StagedMessage | None]:
+def receive_views(buffer: Tensor, offsets: RunOffsets, transfer: Transfer) -> tuple[list[Tensor], StagedMessage | None]:
     """The buffers to receive a transfer into, and a message to be scattered on arrival, if there is one."""
-    if whole:
-        return [buffer], None
     pieces = [buffer[rows] for rows in offsets.slices(transfer.runs)]
     if _by_run(transfer):
         return pieces, None
@@ -108,7 +102,7 @@ def arriving(
 
 
 class ReturningGradients:
-    """Buffers for the gradients of own keys that other ranks send home.
+    """Buffers for the gradients of own keys that other ranks send.
 
     Gradients of one run are adjacent, so that one pass sums them all; a transfer of many runs arrives as one message,
     which is split. The order is the plan's, so that the sum has the same bits in every execution.

@@ -99,6 +99,6 @@ def follow(engine: LLMEngine) -> None:
         raise EngineError("follow is for the ranks beside rank 0; rank 0 makes an AsyncEngine of its engine")
     loop = EngineLoop(engine)
     while not loop.stopped:
-        loop.round(decode_commands(transport.agree(b"", "commands of an engine")[0]))
+        loop.round(decode_commands(transport.all_gather_bytes(b"", "commands of an engine")[0]))
         if engine.failure is not None:
             raise engine.failure

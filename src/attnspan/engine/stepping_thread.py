@@ -199,7 +199,7 @@ class SteppingThread:
     def _round(self) -> None:
         commands = self._commands()
         if self.engine.transport is not None:
-            self.engine.transport.agree(encode_commands(commands), "commands of an engine")
+            self.engine.transport.all_gather_bytes(encode_commands(commands), "commands of an engine")
         done = self._loop.round(commands)
         self.stats = self.engine.stats()
         for number, refusal in done.refused.items():

@@ -179,7 +179,7 @@ class Bench:
         found = []
         for _ in range(self.repeats + 1):
             watched.begin()
-            self.transport.agree(b"", "a barrier")
+            self.transport.all_gather_bytes(b"", "a barrier")
             self._synchronise()
             start = perf_counter()
             work()

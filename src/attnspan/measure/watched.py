@@ -60,9 +60,9 @@ class Watched(Wrapped):
         """As the wrapped transport's."""
         return self._watched(self.transport.all_reduce, tensor, what)
 
-    def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         """As the wrapped transport's."""
-        return self.transport.agree(payload, what)
+        return self.transport.all_gather_bytes(payload, what)
 
     def _watched(self, method: Callable[..., Pending], *args: object) -> Pending:
         """The call of a method, timed; repeated, it has tensors of the same shapes."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attnspan.attention import Attention
-from attnspan.attention.function import AttentionCallable
+from attnspan.attention.api import AttentionCallable
 from attnspan.attention.inputs import Inputs
 from attnspan.attention.latent import Expand
 from attnspan.attention.score import DTYPES, Captured, Score, ScoreFunction

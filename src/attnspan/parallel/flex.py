@@ -58,7 +58,7 @@ def flex_attention(
     check_single(attend.plan.mask, args.query)
     if captured or attend.plan.mask.heads > 1 or attend.bound.score is not None:
         check_unsplit(args)
-    out, lse = run_attention(spec, attend, Inputs(*args[:3], None, captured, args.wants_lse))
+    out, lse = run_attention(spec, attend, Inputs(*args[:3], captured=captured, return_lse=args.wants_lse))
     if args.return_aux is not None:
         return out, AuxOutput(lse=lse if args.return_aux.lse else None, max_scores=None)
     return (out, lse) if args.return_lse else out

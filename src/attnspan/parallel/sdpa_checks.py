@@ -7,7 +7,6 @@ keys fits both, and so does a rank of at most one query: models write ``is_causa
 
 from __future__ import annotations
 
-from attnspan.attention.function import check_dropout
 from attnspan.errors import AttentionError
 from attnspan.parallel.call_args import SdpaArgs
 from attnspan.parallel.session_spec import SessionSpec
@@ -38,7 +37,6 @@ class SdpaChecks:
                 "as in ContextParallel(mesh, seq_len=..., mask=Causal() & Documents(lengths)) or, if it is a bool "
                 "tensor of the whole sequence, mask=Mask.from_dense(attn_mask)"
             )
-        check_dropout(args.dropout_p)
         self._check_causal(args)
         self._check_shapes(args)
         self.spec.check_scale(args.scale)

@@ -192,7 +192,8 @@ class ContextParallel:
             for tensor in (query, key, value):
                 if tensor is not None:
                     self.sharding.check_mark(tensor)
-        inputs = Inputs(query, *as_keys(key, value, expand), sinks, (), return_lse, dropout_p, dropout_seed)
+        key, value = as_keys(key, value, expand)
+        inputs = Inputs(query, key, value, sinks, return_lse=return_lse, dropout_p=dropout_p, dropout_seed=dropout_seed)
         out, lse = run_attention(self.spec, attend, inputs, expand)
         return (out, lse) if return_lse else out
 

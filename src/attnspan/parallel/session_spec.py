@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnspan.attention import Attention
-from attnspan.attention.function import check_mesh
+from attnspan.attention.api import check_mesh
 from attnspan.errors import AttentionError, integer, one_of
 from attnspan.layouts import Balanced, Layout
 from attnspan.layouts.balanced import fitting_chunk

@@ -137,7 +137,7 @@ class LaneWalk:
             if returned or (here and step.own and not last):  # is added at once
                 sums = queries.bytes + keys.bytes + keys.begin() + here
                 yield {**self._arenas(index), "sums": sums, "returning": returned}
-            returning = sum(transfer.tokens for transfer in step.returns) * sizes.kv * self._travels
+            returning = sum(transfer.tokens for transfer in step.grad_receives) * sizes.kv * self._travels
             sums = queries.bytes + keys.bytes + here
             yield {**self._arenas(index), "sums": sums, "returning": returned + returning}
             before, returned = here, returning

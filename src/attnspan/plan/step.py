@@ -2,7 +2,7 @@
 
 The key buffer of a step (its arena) holds runs of positions one after another, in the order of `arena`; the rank's own
 keys are among them where the step uses them. In backward the keys travel the same ways again, and after a step the
-gradients of the keys that it used go straight home to their owners.
+gradients of the keys that it used go straight to their owners.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Step:
     """What one rank does at one step of a plan: `receives` into `arena` while sending, then computes `tiles`.
 
     `own` are the rank's own keys in the arena; the others are what it receives. In backward, gradients of others' keys
-    leave by `home` and those of its own arrive by `returns`.
+    leave by `grad_sends` and those of its own arrive by `grad_receives`.
     """
 
     receives: tuple[Transfer, ...]
@@ -44,8 +44,8 @@ class Step:
     own: Runs
     arena: Runs
     tiles: tuple[Tile, ...]
-    home: tuple[Transfer, ...] = ()
-    returns: tuple[Transfer, ...] = ()
+    grad_sends: tuple[Transfer, ...] = ()
+    grad_receives: tuple[Transfer, ...] = ()
 
     def between(self, degree: int, place: int) -> Step:
         """The same step with transfers between ranks instead of groups of `degree`, each at `place` in its group."""
@@ -56,8 +56,9 @@ class Step:
         def rank(group: int) -> int:
             return group * degree + place
 
-        receives, sends, home, returns = map(ranks, (self.receives, self.sends, self.home, self.returns))
-        return Step(receives, sends, self.own, self.arena, self.tiles, home, returns)
+        receives, sends = map(ranks, (self.receives, self.sends))
+        grad_sends, grad_receives = map(ranks, (self.grad_sends, self.grad_receives))
+        return Step(receives, sends, self.own, self.arena, self.tiles, grad_sends, grad_receives)
 
     @property
     def area(self) -> int:

@@ -74,7 +74,7 @@ class Ring(Strategy):
             arena = geometry.k_shards[arriving]
             receive = Transfer((rank - hop) % ranks, rank, arriving, arena)
             send = Transfer(rank, (rank + hop) % ranks, leaving, geometry.k_shards[leaving])
-            ways = _ways_home(geometry, rank, {shift})
+            ways = _gradient_transfers(geometry, rank, {shift})
             steps.append(Step(_filled(receive), _filled(send), (), arena, geometry.tiles(rank, arena), *ways))
         return tuple(steps)
 
@@ -89,7 +89,7 @@ class Gather(Strategy):
         receives = [Transfer(other, rank, other, shards[other]) for other in others]
         sends = [Transfer(rank, other, rank, shards[rank]) for other in others]
         arena = in_order([run for runs in shards for run in runs])
-        ways = _ways_home(geometry, rank, set(range(1, geometry.ranks)))
+        ways = _gradient_transfers(geometry, rank, set(range(1, geometry.ranks)))
         return (Step(_filled(*receives), _filled(*sends), shards[rank], arena, geometry.tiles(rank, arena), *ways),)
 
 
@@ -106,15 +106,15 @@ class Needed(Strategy):
         groups = [set(shifts)] if self.stages == 1 else [set(), *_parts(shifts, self.stages - 1)]
         steps = []
         for stage, group in enumerate(groups):
-            home, returns = _ways_home(geometry, rank, group)
-            receives = tuple(Transfer(way.target, rank, way.target, way.runs) for way in home)
-            sends = tuple(Transfer(rank, way.source, rank, way.runs) for way in returns)
+            grad_sends, grad_receives = _gradient_transfers(geometry, rank, group)
+            receives = tuple(Transfer(way.target, rank, way.target, way.runs) for way in grad_sends)
+            sends = tuple(Transfer(rank, way.source, rank, way.runs) for way in grad_receives)
             others = [run for transfer in receives for run in transfer.runs]
             own: Runs = ()
             if stage == 0:  # own keys: as they lie if nothing comes beside them, else those that are used
                 own = geometry.needs(rank).get(rank, ()) if others else geometry.k_shards[rank]
             arena = in_order([*own, *others]) if others else own
-            steps.append(Step(receives, sends, own, arena, geometry.tiles(rank, arena), home, returns))
+            steps.append(Step(receives, sends, own, arena, geometry.tiles(rank, arena), grad_sends, grad_receives))
         return tuple(steps)
 
 
@@ -188,14 +188,16 @@ def _named(name: str) -> Strategy:
     return Ulysses(number)
 
 
-def _ways_home(geometry: Geometry, rank: int, shifts: set[int]) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """Gradients that leave a rank and that come home to it, of keys used between ranks at these ring distances."""
+def _gradient_transfers(
+    geometry: Geometry, rank: int, shifts: set[int]
+) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """Gradients that a rank sends and that it receives, of keys used between ranks at these ring distances."""
     ranks, needs, serves = geometry.ranks, geometry.needs(rank), geometry.serves(rank)
     owners = sorted(needs.keys() & {(rank - shift) % ranks for shift in shifts})
     users = sorted(serves.keys() & {(rank + shift) % ranks for shift in shifts})
-    home = tuple(Transfer(rank, owner, owner, needs[owner]) for owner in owners)
-    returns = tuple(Transfer(user, rank, rank, serves[user]) for user in users)
-    return home, returns
+    grad_sends = tuple(Transfer(rank, owner, owner, needs[owner]) for owner in owners)
+    grad_receives = tuple(Transfer(user, rank, rank, serves[user]) for user in users)
+    return grad_sends, grad_receives
 
 
 def _filled(*transfers: Transfer) -> tuple[Transfer, ...]:

@@ -28,7 +28,7 @@ from attnspan.plan.drawing import in_seconds
 from attnspan.plan.plan import Plan
 from attnspan.plan.step import Step
 
-Way = Literal["receives", "sends", "returns", "home"]
+Way = Literal["receives", "sends", "grad_receives", "grad_sends"]
 
 
 class Event(NamedTuple):
@@ -175,7 +175,7 @@ class _TimelineWalk:
     def _home(self, index: int, before: float) -> float:
         """Post the gradients of a step's keys, once those of the step before are home; when they will be."""
         self._landed(index - 1, before)
-        seconds = self._exchange(index, ("returns", "home"), self.travels)
+        seconds = self._exchange(index, ("grad_receives", "grad_sends"), self.travels)
         return self._put("link", max(self.link, self.compute), seconds, f"gradients of step {index}")
 
     def _landed(self, index: int, arrived: float) -> None:
@@ -183,7 +183,7 @@ class _TimelineWalk:
         if index < 0:
             return
         self._waited(arrived)
-        tokens = sum(transfer.tokens for step in self.steps[index] for transfer in step.returns)
+        tokens = sum(transfer.tokens for step in self.steps[index] for transfer in step.grad_receives)
         self._computed("sums", self.hardware.copying(tokens * (self.travels + self.kv_bytes * self.wide) / 2))
 
     def _exchange(self, index: int, ways: tuple[Way, Way], each: float) -> float:
@@ -204,7 +204,7 @@ class _TimelineWalk:
         tokens, peers = [0, 0], [set[int](), set[int]()]
         for row in range(plan.rows):
             for transfer in getattr(plan.steps(rank, row)[index], way):
-                other = transfer.source if way in ("receives", "returns") else transfer.target
+                other = transfer.source if way in ("receives", "grad_receives") else transfer.target
                 peer = other * plan.degree + rank % plan.degree
                 away = peer // node != rank // node
                 tokens[away] += transfer.tokens

@@ -47,7 +47,7 @@ def received_bytes(plan: Plan, shape: Shape, rank: int, *, kept: bool = False, r
             keys = sum(transfer.tokens for transfer in step.receives) * values * narrow
             forward += keys
             backward += 0 if kept else keys
-            returned = sum(transfer.tokens for transfer in step.returns) * values
+            returned = sum(transfer.tokens for transfer in step.grad_receives) * values
             backward += returned * (narrow if rounds else wide)
         own_q, own_k = _held(plan, rank, row)
         for member in range(plan.degree):

@@ -61,7 +61,7 @@ def all_gather_outcomes(transport: Transport, words: T | AttnspanError, what: st
     ['go', AttnspanError('no room')]
     """
     kind, text = (_kind(words), str(words)) if isinstance(words, AttnspanError) else (None, words)
-    said = map(json.loads, transport.agree(json.dumps([kind, text]).encode(), what))
+    said = map(json.loads, transport.all_gather_bytes(json.dumps([kind, text]).encode(), what))
     return [each if kind is None else getattr(errors, kind)(each) for kind, each in said]
 
 

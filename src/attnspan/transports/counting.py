@@ -80,10 +80,10 @@ class Counting(Wrapped):
         count = self._count([(peer, tensor) for peer in range(self.ranks)])
         return self._noted(self.transport.all_reduce(tensor, what), Traffic("all_reduce", what, count, count))
 
-    def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         """As the wrapped transport's. Its few bytes are not counted: they depend on what is said, not on a plan."""
         self.log.append(Traffic("agree", what))
-        return self.transport.agree(payload, what)
+        return self.transport.all_gather_bytes(payload, what)
 
     def _noted(self, pending: Pending, event: Traffic) -> Pending:
         self.log.append(event)

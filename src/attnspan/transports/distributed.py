@@ -17,10 +17,10 @@ their own and are waited for first: ends in different operations hear of it what
 is waited for by the current stream in `Pending.wait`: what is launched between the two overlaps. Messages run in the
 order in which they are posted: a receive that waits holds up a send posted after it. References to all buffers are kept
 until then, so that the allocator cannot hand them to somebody else. The first operation of a group has to be one that
-every rank takes part in; `agree` is. When a peer is lost, its host is missed, by a header that does not come, or the
-device waits in vain: see watchdog.py. Headers go from host to host, by a gloo group of the same ranks, and are read
-before data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is captured
-there are none, since hosts take no part in its replays.
+every rank takes part in; `all_gather_bytes` is. When a peer is lost, its host is missed, by a header that does not
+come, or the device waits in vain: see watchdog.py. Headers go from host to host, by a gloo group of the same ranks, and
+are read before data is posted: hosts run ahead of their devices, which need not stop for it. While a CUDA graph is
+captured there are none, since hosts take no part in its replays.
 
 [Note: hosts] A group of hosts is made when needed, by its members alone. torch.distributed.new_group() is not for that:
 it counts the groups that a process knows into a new one's name, so ranks that have other groups besides would wait for

@@ -6,11 +6,11 @@ A transport moves tensors between ranks. It is one idea, messages, and four coll
     gather(tensor, outputs)             everybody's tensor, at everybody's
     reduce_scatter(inputs, output)      the sum of what everybody has for me
     all_reduce(tensor)                  the sum of everybody's tensor, in place
-    agree(payload)                      everybody's bytes: the only one that waits by itself
+    all_gather_bytes(payload)           everybody's bytes: the only one that waits by itself
 
-All but `agree` return a `Pending` at once. Until it is waited for, what was sent must not be written and what is
-received must not be read. After `wait` both are the caller's again: on a CUDA device in the order of the current
-stream (the host does not block), on the CPU outright.
+All but `all_gather_bytes` return a `Pending` at once. Until it is waited for, what was sent must not be written and
+what is received must not be read. After `wait` both are the caller's again: on a CUDA device in the order of the
+current stream (the host does not block), on the CPU outright.
 
 A new transport writes `_post` and inherits the rest; one around another is a `Wrapped` (wrapped.py). Knows nothing of
 masks, plans or what the tensors mean: `what` is a word for messages, as in "waiting for keys from rank 2".
@@ -116,7 +116,7 @@ class Transport(ABC):
         with self._operation(what):
             return self.gather(tensor, parts, what).then(lambda: tensor.detach().copy_(_sum(parts)))
 
-    def agree(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, what: str = "an agreement") -> list[bytes]:
         """Every rank's ``payload``, by rank. Returns when all have called: with ``b""`` it is a barrier."""
         sizes = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in range(self.ranks)]
         with enter_operation(self, "an agreement"):  # on whatever: who compares the payloads knows better what differs

@@ -1,4 +1,4 @@
-"""The function: attention over ranks, as a call or as an object that is made once and called often.
+"""What users call: attention over ranks, as a function or as an object that is made once and called often.
 
 >>> import torch
 >>> from attnspan.layouts import HeadTail
@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -49,14 +49,46 @@ from attnspan.transports import Transport
 from attnspan.transports.group import Group, transport_of
 
 
+class CallOptions(TypedDict, total=False):
+    """The options of `AttentionCallable.__call__`, for type checkers."""
+
+    expand: Expand | None
+    sinks: Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+    captured: Sequence[Tensor] | None
+
+
 class AttentionCallable:
-    """The two ways to call attention on this rank's shards: for the output, or for the output and lse."""
+    """Attention that is called with this rank's shards."""
 
     captured: Captured
 
     def run(self, inputs: Inputs, expand: Expand | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse) of the inputs."""
         raise NotImplementedError
+
+    @overload
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        return_lse: Literal[False] = False,
+        **options: Unpack[CallOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        return_lse: Literal[True],
+        **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, Tensor]: ...
 
     def __call__(
         self,
@@ -69,29 +101,17 @@ class AttentionCallable:
         dropout_p: float = 0.0,
         dropout_seed: int | None = None,
         captured: Sequence[Tensor] | None = None,
-    ) -> Tensor:
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The output for this rank's queries (B, H, S, Dv). See [Note: seeds] for dropout.
 
+        With `return_lse`, on all ranks or on none, also the log-sum-exp of every row (B, H, S), differentiable too.
         `captured` are tensors in place of those that the score_mod captured.
         """
-        given = self.captured.for_query(query) if captured is None else captured
+        captured = self.captured.for_query(query) if captured is None else captured
         keys = as_keys(key, value, expand)
-        return self.run(Inputs(query, *keys, sinks, given, False, dropout_p, dropout_seed), expand)[0]
-
-    def with_lse(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        expand: Expand | None = None,
-        sinks: Tensor | None = None,
-        dropout_p: float = 0.0,
-        dropout_seed: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of every row (B, H, S), differentiable too; on all ranks or on none."""
-        given, keys = self.captured.for_query(query), as_keys(key, value, expand)
-        return self.run(Inputs(query, *keys, sinks, given, True, dropout_p, dropout_seed), expand)
+        out, lse = self.run(Inputs(query, *keys, sinks, captured, return_lse, dropout_p, dropout_seed), expand)
+        return (out, lse) if return_lse else out
 
 
 class Attention(AttentionCallable):
