@@ -20,8 +20,8 @@ ones, and counts pages exactly only if the worst case might not fit; after that 
 move contents to free pages, which no sequence reads, then change the tables. A move that fails leaves everything
 unchanged.
 
-[Note: reset] An exception in the middle of an operation (KeyboardInterrupt can come at any line) leaves inconsistent
-counts. `reset` forgets all sequences, so that their owner can start them again.
+[Note: allocator reset] An exception in the middle of an operation (KeyboardInterrupt can come at any line) leaves
+inconsistent counts. `reset` forgets all sequences, so that their owner can start them again.
 
 [Note: stamps] Stamps show whether a copy of a table is current: each row has one, a unique number that is replaced when
 an entry of the table changes or the row is trimmed. A row is unchanged if its stamp and its length are.
@@ -349,7 +349,7 @@ class PageAllocator:
 
     def reset(self, next_id: int = 0) -> None:
         """Forget every sequence: all pages are free. Stamps are not given out again, nor ids, which go on from
-        `next_id` if that is later. See [Note: reset]."""
+        `next_id` if that is later. See [Note: allocator reset]."""
         self._rows.clear()
         self._next = max(self._next, next_id)
         self._free[:] = range(self.num_pages - 1, 0, -1)

@@ -10,7 +10,7 @@ so that every rank holds the same share, however short a sequence is, and a step
 tokens' queries, keys and values; each writes the keys it owns, attends over the keys it has, and sends (out, lse) to
 all in one message; joined by lse in rank order, the result is that of one rank, and the same bits on all.
 
-[Note: the same on every rank] Ranks run the same steps in the same order, without a message. `agree` compares tables
+[Note: steps without messages] Ranks run the same steps in the same order, without a message. `agree` compares tables
 and lengths, and refuses on every rank if they differ. It costs a round of messages: call it where in doubt.
 
 [Note: handing over] Context parallelism leaves a prompt's keys on the ranks by its own layout. `from_context_parallel`

@@ -9,11 +9,11 @@ start that the next one may be launched, and each that was launched so waits bef
         ...  # at most prefetches into the second-level cache
         tl.extra.cuda.gdc_wait()
 
-[Note: order] `gdc_wait` returns when the kernel before has ended and all it wrote can be seen. That kernel has waited
-for the one before it, and so on: after the wait everything before has ended, whether it was launched in this way or
-not. Kernels of torch neither announce nor wait; one after ours starts when ours has ended, and one of ours after it is
-launched when its last programs end. Before the wait a kernel may only prefetch. All multiprocessors share that cache,
-and what is written later is written there, so that a prefetch never makes a number old.
+[Note: order of launches] `gdc_wait` returns when the kernel before has ended and all it wrote can be seen. That kernel
+has waited for the one before it, and so on: after the wait everything before has ended, whether it was launched in this
+way or not. Kernels of torch neither announce nor wait; one after ours starts when ours has ended, and one of ours after
+it is launched when its last programs end. Before the wait a kernel may only prefetch. All multiprocessors share that
+cache, and what is written later is written there, so that a prefetch never makes a number old.
 
 It needs compute capability 9.0, and is kept by captured graphs. Triton's interpreter knows none of it.
 """

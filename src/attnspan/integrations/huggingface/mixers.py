@@ -7,7 +7,7 @@ is enabled (binding.py) or served (serving_binding.py), its forward is a copy wi
 
 The modeling file and other models are not changed, and virtual ranks do not interfere. `unbind` removes it.
 
-[Note: all or nothing] A mixer is supported if everything in it is known: it calls no other function of a modeling file
+[Note: whole mixers] A mixer is supported if everything in it is known: it calls no other function of a modeling file
 or a package, no convolution as a module, and nothing that moves tokens (token_mixing.py). Its methods must be
 transformers' own, because subclasses and patches may mix tokens in ways that no check detects. Anything else is refused
 with the names of the layer and the function. Every pass checks that all its functions ran (call_counts.py).
@@ -122,7 +122,7 @@ def replaceable_methods(module: nn.Module) -> tuple[str, ...]:
 
 
 def _mixer(name: str, module: nn.Module) -> RecurrentMixer:
-    """See [Note: all or nothing]."""
+    """See [Note: whole mixers]."""
     cls = class_of(module)
     unknown_in = unlike_inline if cls.__name__ in INLINE else _unknown
     unknown = _held_unknown(module) or unknown_in(cls) or _elsewhere(cls)

@@ -17,8 +17,8 @@ other), so they are set to 0 before.
 [Note: rows of one size] Rows with the same number of new tokens are one call. Shapes are those of the plan, not of the
 sequences, so that growing does not recompile.
 
-[Note: what is compiled] torch gives up on code that it compiled too often, so every mask and score_mod has a code
-object of its own, told apart by its own code: functions that differ only in the tensors they capture share it.
+[Note: what is compiled for pages] torch gives up on code that it compiled too often, so every mask and score_mod has a
+code object of its own, told apart by its own code: functions that differ only in the tensors they capture share it.
 
 For CUDA: torch's lowering for CPUs wants lists as wide as the pool and gives no lse, and there `gather` is faster.
 """
@@ -246,7 +246,7 @@ def _attend(
 
 @functools.lru_cache(maxsize=256)
 def _compiled(programs: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """FlexAttention for one mask and score_mod. See [Note: what is compiled]."""
+    """FlexAttention for one mask and score_mod. See [Note: what is compiled for pages]."""
     code = _attend.__code__.replace(co_name=f"over_pages_{next(_NUMBERS)}")
     return torch.compile(FunctionType(code, _attend.__globals__), fullgraph=True)
 
