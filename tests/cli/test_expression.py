@@ -283,7 +283,7 @@ def test_a_mask_that_does_not_fit_the_length_is_refused_at_its_place():
     assert parse("causal & docs(3, 5)", seq_len=8) == Causal() & Documents([3, 5])
 
 
-# ---- pathological input: see [Note: limits] in expression.py -----------------------------------
+# ---- pathological input: see [Note: limits of a text] in expression.py -----------------------------------
 
 
 @pytest.mark.parametrize("text", ["(" * 10_000, "(" * 10_000 + "causal" + ")" * 10_000, "docs(" + "[" * 10_000])

@@ -12,11 +12,11 @@ compute; the headers then show all of them that they are out of step.
 another caller made. A bound plan watches the mask that its own user gave: once the functions in it compute something
 else, the call is refused, and the error asks for a new mask.
 
-[Note: content] Ranks that run the same program on different captured tensors would compute parts of different
+[Note: captured content] Ranks that run the same program on different captured tensors would compute parts of different
 attentions, so the agreement includes the content of captured tensors. A mask's never changes; a score_mod's is compared
 once.
 
-[Note: seeds] Dropout needs the same seed on every rank (api.py explains where it comes from). The agreement
+[Note: one seed] Dropout needs the same seed on every rank (api.py explains where it comes from). The agreement
 compares the first one. Seeds of later calls are part of the operation's name, so message headers compare them without
 another exchange.
 """
@@ -54,7 +54,7 @@ class Agreement(NamedTuple):
     keeps_keys: bool
 
     def name_of(self, inputs: Inputs) -> str:
-        """What ranks do with some inputs. See [Note: seeds]."""
+        """What ranks do with some inputs. See [Note: one seed]."""
         seed = "" if inputs.dropout is None else f" with dropout_seed={inputs.dropout.seed}, the same on every rank"
         return self.name + seed
 

@@ -14,7 +14,7 @@
 [Note: seeds] What dropout drops follows from a seed (kernels/dropout.py). Each call draws one from torch's default
 generator on the CPU, so that torch.manual_seed repeats a run, and activation checkpointing, which restores the
 generator, recomputes the call. `dropout_seed` gives it instead. Ranks must have the same one, and are refused otherwise
-([Note: seeds] in agreement.py): seed torch alike on all ranks of a group. Groups that hold other batches, as
+([Note: one seed] in agreement.py): seed torch alike on all ranks of a group. Groups that hold other batches, as
 data-parallel ranks do, are seeded differently, as with torch's own dropout: batch rows are counted from 0 in each.
 """
 

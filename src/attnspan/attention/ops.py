@@ -22,9 +22,9 @@ over rows and over ranks. A row that saw no key keeps out 0; its lse becomes the
 lse. A rank whose own loss leaves lse out has none; the others expect it all the same. So what is exchanged follows from
 `return_lse`, which ranks agree on, and a gradient that did not come is zero.
 
-[Note: captured] Tensors that a score_mod captured (a learned bias) are inputs too, whole on every rank. A rank's pairs
-give a part of their gradients; every rank gets the sum, as of a sink. Weights that expand a latent are inputs too, and
-come after them: those keep the part ([Note: weights] in latent.py).
+[Note: captured tensors] Tensors that a score_mod captured (a learned bias) are inputs too, whole on every rank. A
+rank's pairs give a part of their gradients; every rank gets the sum, as of a sink. Weights that expand a latent are
+inputs too, and come after them: those keep the part ([Note: weights] in latent.py).
 """
 
 from __future__ import annotations
@@ -229,7 +229,8 @@ def _sink_gradient(bound: BoundPlan, merged: MergedOutputs, sinks: Tensor) -> Te
 
 
 def _over_ranks(bound: BoundPlan, part: Tensor | None, tensor: Tensor) -> Tensor:
-    """The gradient of a captured tensor, which all ranks hold alike: the sum of their parts. See [Note: captured]."""
+    """The gradient of a captured tensor, which all ranks hold alike: the sum of their parts. See [Note: captured
+    tensors]."""
     if part is None:
         return tensor.new_empty(0)
     part = part.contiguous()

@@ -32,7 +32,7 @@ attnspan.errors.ExpressionError: expected ',' or ')', got '5'
     causal & documents(3 5)
                          ^
 
-[Note: limits] A text from anywhere must not exhaust the stack or the memory. Nesting, the number of masks
+[Note: limits of a text] A text from anywhere must not exhaust the stack or the memory. Nesting, the number of masks
 (each may deepen the tree that masks walk recursively), of numbers and of characters are bounded far above
 honest use.
 """
@@ -82,7 +82,7 @@ OWN_NAME = {pattern: name for name, pattern in PATTERNS.items() if _plain(patter
 LISTED = (Documents, KeyPadding)
 """The masks whose lengths may be given one by one."""
 
-# See [Note: limits].
+# See [Note: limits of a text].
 NESTING = 50
 LIMITS = {"masks": 100, "numbers": 1 << 20}
 CHARACTERS, FILE_BYTES = 1 << 20, 1 << 24

@@ -253,7 +253,7 @@ def _weights(spec: Spec, block: ScoreBlock, step: StepTiles, dtype: torch.dtype)
 
 
 def _dropped(x: Tensor, weights: Tensor | None) -> Tensor:
-    """Probabilities, or their gradients, after dropout. See [Note: backward] in dropout.py."""
+    """Probabilities, or their gradients, after dropout. See [Note: backward of dropout] in dropout.py."""
     return x if weights is None else x * weights
 
 

@@ -12,9 +12,9 @@ passes BigCrush; torch on CUDA and Triton use it too. A counter gives 4 words of
 
 The kept share is 1 - p within 2**-33. All of it is integer arithmetic, bit by bit the same on every device.
 
-[Note: backward] With W the weight of a pair, 0 or 1 / (1 - p), and P its probability: out = (W P) @ v, so that
-dv = (W P).T @ grad, and the gradient of a score is P (W (grad @ v.T) - sum(grad * out)). The correction is that of the
-final out, dropped as it is: sum(grad * out) = sum over keys of P W (grad @ v.T).
+[Note: backward of dropout] With W the weight of a pair, 0 or 1 / (1 - p), and P its probability: out = (W P) @ v, so
+that dv = (W P).T @ grad, and the gradient of a score is P (W (grad @ v.T) - sum(grad * out)). The correction is that of
+the final out, dropped as it is: sum(grad * out) = sum over keys of P W (grad @ v.T).
 
 Knows nothing of tiles or ranks. Shapes: B batch rows, H query heads, n rows, m columns.
 """

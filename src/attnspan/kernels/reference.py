@@ -37,7 +37,7 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Te
 def backward(
     spec: Spec, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). See [Note: final out and lse] in kernel.py, and [Note: backward] in dropout.py."""
+    """(dq, dk, dv). See [Note: final out and lse] in kernel.py, and [Note: backward of dropout] in dropout.py."""
     grad, q, k, v, out = map(_exact, (grad, q, k, v, out))
     shares = _shares(_scores(spec, q, k, tile), _stacked(lse, k))
     rows, correction, weights = _stacked(grad, k), _stacked((grad * out).sum(-1), k), _weights(spec, k)

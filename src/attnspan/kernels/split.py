@@ -1,8 +1,8 @@
 """A program in two: what is computed from captured tensors alone, once, and what is evaluated pair by pair.
 
-[Note: captured] FlexAttention differentiates a captured tensor only where it is looked up, pair by pair. So what a
-program computes from captured tensors alone (the sigmoid of a table) is computed before, once, by ordinary operations;
-what is left looks numbers up in tables, of which autograd then walks the rest of the way.
+[Note: split programs] FlexAttention differentiates a captured tensor only where it is looked up, pair by pair. So what
+a program computes from captured tensors alone (the sigmoid of a table) is computed before, once, by ordinary
+operations; what is left looks numbers up in tables, of which autograd then walks the rest of the way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from attnspan.masks.program import Program
 
 
 class Split(NamedTuple):
-    """A program in two: what is the same for all pairs, and what is evaluated pair by pair. See [Note: captured]."""
+    """A program in two: what is the same for all pairs, and what is evaluated pair by pair. See [Note: split
+    programs]."""
 
     prepare: fx.GraphModule  # (*captured) -> tables
     ask: Callable[..., Tensor]  # (None, *arguments, *tables) -> result

@@ -5,8 +5,8 @@ for each operation, on blocks of scores and of positions that broadcast, (n, 1) 
 query alone is computed n times, not n x m. Captured tensors are arguments, prepared once (split.py): other values, and
 tables of other sizes, run the same code. triton_expressions.py writes each operation, mod_lookups.py finds the lookups.
 
-[Note: lookups] A lookup beyond its table is not read. It gives NaN, which reaches the result of a pair that counts, and
-no other. Whole numbers looked up so are 0.
+[Note: lookups beyond a table] A lookup beyond its table is not read. It gives NaN, which reaches the result of a pair
+that counts, and no other. Whole numbers looked up so are 0.
 
 Knows nothing of tiles or ranks.
 """
@@ -234,7 +234,7 @@ class _TritonSource:
         return Expression(f"({text} != 0)" if dtype == torch.bool else text, dtype)
 
     def _lookup(self, node: fx.Node, known: dict[fx.Node, Expression]) -> Expression:
-        """See [Note: lookups]."""
+        """See [Note: lookups beyond a table]."""
         if node.args[0] not in self.tables or dtype_of(node) not in TYPES:
             raise Uncompilable(f"{node.target} of what is no captured tensor")
         table = self.tables.index(node.args[0])

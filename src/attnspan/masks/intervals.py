@@ -8,7 +8,7 @@ operation has a rule (range_rules.py). What comes out says of a box that all pai
     doc[q] == doc[k]    q in [0, 128), k in [512, 640):  [0, 0] == [3, 4]   never
     q >= k              the same                         [0, 127] >= [512, 639]  never
 
-[Note: names] Where two numbers are looked up to see whether they are the same, as ids of documents are, their order
+[Note: same ids] Where two numbers are looked up to see whether they are the same, as ids of documents are, their order
 means nothing, and ids in any order would have wide ranges. So for that comparison they are renamed, by where they first
 appear: documents that lie one after another are then in order, whatever they are called.
 
@@ -96,7 +96,7 @@ class Intervals:
         return Range(*either) if node.meta["val"].dtype == torch.bool else None
 
     def _renamed(self, node: fx.Node, values: dict[fx.Node, Any]) -> list[Range]:
-        """The two sides of a comparison of lookups. See [Note: names]."""
+        """The two sides of a comparison of lookups. See [Note: same ids]."""
         sides: Any = node.args
         if node not in self._names:
             tables = [values[side.args[0]] for side in sides]

@@ -9,8 +9,8 @@ table. Such a graph can be run as it stands on whole tensors of indices that bro
 (m,) keys; no vmap, and what depends on the query alone is computed n times, not n x m. Others (a row of a table looked
 up, then an entry of that row) run under vmap, as in FlexAttention.
 
-[Note: lookups] The gradient of a table is a sum over every pair that looked into it. Taking it by autograd costs a
-tensor of the table's size for every piece of the score matrix. So where a captured tensor is only looked up by
+[Note: gradients of tables] The gradient of a table is a sum over every pair that looked into it. Taking it by autograd
+costs a tensor of the table's size for every piece of the score matrix. So where a captured tensor is only looked up by
 numbers, its lookups are inputs of the graph that is differentiated, and their gradients are added to the table's own
 directly.
 
@@ -46,7 +46,7 @@ from attnspan.masks.graphs import (
 
 
 class TableLookups(NamedTuple):
-    """A graph whose lookups in captured tensors are inputs: see [Note: lookups]."""
+    """A graph whose lookups in captured tensors are inputs: see [Note: gradients of tables]."""
 
     places: fx.GraphModule  # (*arguments, *captured) -> the indices of every lookup
     tables: tuple[int, ...]  # which captured tensor each of them looks into
@@ -229,7 +229,8 @@ class Program:
     def _looked_up(
         self, score: Tensor, indices: Sequence[Tensor], captured: Sequence[Tensor], sums: Sequence[Tensor | None]
     ) -> tuple[tuple[int, ...], list[Sequence[Tensor]], list[Tensor], Callable[..., Tensor]]:
-        """The tables that numbers are looked up in, where, the numbers, and what runs on these. See [Note: lookups]."""
+        """The tables that numbers are looked up in, where, the numbers, and what runs on these. See [Note: gradients of
+        tables]."""
         if not self.is_flat:
             return (), [], [], _mapped(self.graph, 1)
         if self._lookups is None:

@@ -10,9 +10,9 @@ Whether it changed is another question, asked before a pass over ranks (`is_curr
 once its function would compute another one. A fingerprint answers in microseconds for most functions; the others
 are traced again.
 
-[Note: content] Content is compared bit by bit, because torch does not count every write (numpy, `.data`, messages).
-On a CPU that costs less than reading the tensor once. On CUDA the count decides, at no cost; where it says that nothing
-changed, the bits are compared on the device, without waiting for the answer, by an assertion there.
+[Note: snapshot content] Content is compared bit by bit, because torch does not count every write (numpy, `.data`,
+messages). On a CPU that costs less than reading the tensor once. On CUDA the count decides, at no cost; where it says
+that nothing changed, the bits are compared on the device, without waiting for the answer, by an assertion there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Copies:
 
     @property
     def are_current(self) -> bool:
-        """See [Note: content]."""
+        """See [Note: snapshot content]."""
         return self.hold(self.live)
 
     def hold(self, tensors: Iterable[Tensor]) -> bool:

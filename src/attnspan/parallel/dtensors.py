@@ -4,10 +4,10 @@ A DTensor that is sharded on the sequence over the session's ranks holds, on eac
 of the session's layout; its other mesh axes may shard batch or heads. Attention takes the local tensors, and returns a
 DTensor with the query's placements (run_attention.py).
 
-[Note: order] `Shard(2)` stands for contiguous chunks in the order of ranks. The tokens here are the layout's, which are
-usually not contiguous: ``full_tensor()`` of a result is in the layout's order. Computations on single tokens are not
-affected, and `ContextParallel.unshard` of the local tensors restores the order. But DTensor derives sizes from
-placements, so a layout whose ranks hold other numbers of tokens than DTensor's chunks is refused.
+[Note: order in DTensors] `Shard(2)` stands for contiguous chunks in the order of ranks. The tokens here are the
+layout's, which are usually not contiguous: ``full_tensor()`` of a result is in the layout's order. Computations on
+single tokens are not affected, and `ContextParallel.unshard` of the local tensors restores the order. But DTensor
+derives sizes from placements, so a layout whose ranks hold other numbers of tokens than DTensor's chunks is refused.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def is_ours(spec: SessionSpec, mesh: DeviceMesh, axis: int) -> bool:
 
 
 def check_sizes(spec: SessionSpec) -> None:
-    """Refuse a layout that deals other numbers of tokens than DTensor's chunks have. See [Note: order]."""
+    """Refuse a layout that deals other numbers of tokens than DTensor's chunks have. See [Note: order in DTensors]."""
     found, each = spec.sharding.sizes, -(-spec.seq_len // spec.ranks)
     chunks = [max(0, min(each, spec.seq_len - rank * each)) for rank in range(spec.ranks)]
     if found != chunks:

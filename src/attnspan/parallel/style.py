@@ -4,7 +4,7 @@
 
 The module is attached (attach.py). Arguments that are DTensors over the session's ranks, sharded along the sequence or
 replicated, are passed to it as local tensors; if any was sharded, tensors that the module returns become DTensors with
-its placements. [Note: order] in dtensors.py says what such a DTensor stands for.
+its placements. [Note: order in DTensors] in dtensors.py says what such a DTensor stands for.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ other. So stretches are cut into chunks of a thousand tokens or more, and its ke
     4. outputs   states piece after piece, from those before chunks, and outputs (`Law.outputs`; in one program for
                  delta rules)
 
-[Note: backward] The gradient after a chunk, D, and the state before it, S, are what its tokens have to know: maps give
-``A S + B``, so gradients of A and B are those of the final state of a chunk that began with S. Backward therefore runs
-once from zero, for what states owe to outputs alone (`Law.state_gradients`), then the scan, then once more from D for
-everything (`Law.backward`). Nothing is differentiated through maps.
+[Note: gradients of chunks] The gradient after a chunk, D, and the state before it, S, are what its tokens have to know:
+maps give ``A S + B``, so gradients of A and B are those of the final state of a chunk that began with S. Backward
+therefore runs once from zero, for what states owe to outputs alone (`Law.state_gradients`), then the scan, then once
+more from D for everything (`Law.backward`). Nothing is differentiated through maps.
 
 [Note: shut gates] Sums of decays are subtracted from each other, which is NaN after -inf. A decay below e^-80 is none
 that half precision could tell from it: decays are cut off there, and their gradient is zero, as it is for -inf.
@@ -167,7 +167,7 @@ class _FlaApply(Protocol):
 
 
 class FlaFunction(torch.autograd.Function):
-    """Outputs, and states after stretches: the four steps, and [Note: backward]."""
+    """Outputs, and states after stretches: the four steps, and [Note: gradients of chunks]."""
 
     apply: ClassVar[_FlaApply]  # torch's, which it does not annotate
 

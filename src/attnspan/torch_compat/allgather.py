@@ -6,7 +6,8 @@ Backward sums over ranks what belongs to each.
 the others hold. So the op, which is what compiled code and dispatch modes see, is for ranks that hold equal numbers of
 tokens, and refuses others when it runs. Eager code does not go through the op: there, ranks may hold any numbers.
 
-[Note: names] An op takes the name of a process group. Eager code may pass the group itself, a mesh or a virtual world.
+[Note: names of groups] An op takes the name of a process group. Eager code may pass the group itself, a mesh or a
+virtual world.
 
 Shapes: k and v have the sequence in `seq_dim`; all other dims are free.
 """

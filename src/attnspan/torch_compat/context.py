@@ -49,9 +49,9 @@ def context_parallel(
     """Cut `buffers` in place along `buffer_seq_dims`; SDPA inside attends over the shards of all ranks.
 
     Forward and backward belong inside. The first buffer gives the length of the sequence, which may be any; without
-    buffers, the first call of SDPA does, on shards in the mesh's order ([Note: order] in ranks.py). On leaving, by an
-    exception too, all buffers are whole again but those in `no_restore_buffers`. The options (`_cp_options`,
-    `set_rotate_method`) are read on entering.
+    buffers, the first call of SDPA does, on shards in the mesh's order ([Note: order of sequences] in ranks.py). On
+    leaving, by an exception too, all buffers are whole again but those in `no_restore_buffers`. The options
+    (`_cp_options`, `set_rotate_method`) are read on entering.
     """
     ranks = ranks_of(mesh)
     given, dims = [] if buffers is None else buffers, [] if buffer_seq_dims is None else buffer_seq_dims

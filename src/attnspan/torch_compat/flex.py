@@ -49,8 +49,9 @@ def _create_cp_block_mask(
 ) -> BlockMask:
     """This rank's rows of the BlockMask of a mask_mod over the whole sequence. Any length and block size will do.
 
-    Without a load balancer, for sequences in the order in which a context would cut now: see [Note: order] in ranks.py.
-    torch 2.13 has no BLOCK_SIZE and torch 2.15 does; by place, it and the load balancer may come in either order.
+    Without a load balancer, for sequences in the order in which a context would cut now: see [Note: order of sequences]
+    in ranks.py. torch 2.13 has no BLOCK_SIZE and torch 2.15 does; by place, it and the load balancer may come in either
+    order.
     """
     ranks = ranks_of(device_mesh)
     if Q_LEN != KV_LEN:

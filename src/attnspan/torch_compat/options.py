@@ -77,7 +77,7 @@ class _ContextParallelOptions:
 
     @property
     def declared(self) -> int:
-        """How often the program has said whether sequences are balanced. See [Note: order] in ranks.py."""
+        """How often the program has said whether sequences are balanced. See [Note: order of sequences] in ranks.py."""
         times: int = self._value("declared")
         return times
 

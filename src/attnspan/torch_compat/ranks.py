@@ -1,8 +1,9 @@
 """What is known of a mesh: how sequences lie on its ranks at present, and what was made for them.
 
-[Note: order] torch's signatures cut a sequence in one place and attend to it in another, and nothing that is passed
-from the one to the other tells which positions a shard holds. torch keeps that in a module-level flag, which the latest
-`_context_parallel_shard` of any mesh sets. Here it is an `Order`, kept for each mesh, and it answers two questions:
+[Note: order of sequences] torch's signatures cut a sequence in one place and attend to it in another, and nothing that
+is passed from the one to the other tells which positions a shard holds. torch keeps that in a module-level flag, which
+the latest `_context_parallel_shard` of any mesh sets. Here it is an `Order`, kept for each mesh, and it answers two
+questions:
 
 - How is a sequence cut where no load balancer is given? `context_parallel` and `_create_cp_block_mask` follow the
   flag, and like torch's they follow a later shard call: balanced if it had a load balancer, in spans if not.
@@ -45,7 +46,7 @@ from attnspan.transports.group import Group, transport_of
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How a sequence lies on ranks: its layout, and its length where that is known. See [Note: order]."""
+    """How a sequence lies on ranks: its layout, and its length where that is known. See [Note: order of sequences]."""
 
     layout: Layout
     seq_len: int | None = None
@@ -82,7 +83,7 @@ class MeshRanks:
         return self.latest or self.default(None)
 
     def default(self, seq_len: int | None) -> Order:
-        """How a sequence is cut where no load balancer says it. See [Note: order]."""
+        """How a sequence is cut where no load balancer says it. See [Note: order of sequences]."""
         balanced = _cp_options.enable_load_balance
         if self.balanced is not None and self.balanced[1] == _cp_options.declared:
             balanced = self.balanced[0]
@@ -138,7 +139,7 @@ class MeshRanks:
         return length
 
     def layout_of_shards(self, sizes: list[int] | None = None) -> Layout:
-        """The layout of shards of these sizes, of any if None. See [Note: order]."""
+        """The layout of shards of these sizes, of any if None. See [Note: order of sequences]."""
         orders = self._possible(sizes)
         first = orders[0].layout
         for order in orders[1:]:

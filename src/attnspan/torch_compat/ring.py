@@ -9,8 +9,9 @@ whatever else it likes, of which the last call's is returned, as in torch. ::
     of ranks before  all                       all queries, first half of the keys      all
     of ranks after   nothing                   second half of the queries, all keys     all
 
-In what order sequences lie is the mesh's to tell: see [Note: order] in ranks.py. Attention by `ContextParallel`, or by
-SDPA inside a context, needs no op, knows more orders and has gradients; this is for programs that bring an op.
+In what order sequences lie is the mesh's to tell: see [Note: order of sequences] in ranks.py. Attention by
+`ContextParallel`, or by SDPA inside a context, needs no op, knows more orders and has gradients; this is for programs
+that bring an op.
 
 [Note: no gradients] An op that is called on keys which came from elsewhere has no gradient for them. Inputs that
 require gradients are refused, so that a part of the gradient is not taken for all of it: call it inside an

@@ -1,7 +1,7 @@
 """Cut buffers, and put them back together: out of place, and both with a gradient.
 
-`_context_parallel_shard` also tells its mesh the order in which sequences lie from then on: see [Note: order] in
-ranks.py.
+`_context_parallel_shard` also tells its mesh the order in which sequences lie from then on: see [Note: order of
+sequences] in ranks.py.
 
 [Note: tables] Where a length is given, by a load balancer or by a context's first buffer, a buffer whose sequence is
 its first dim may be longer: it is a table, such as that of rotary embeddings, and its first rows are those of the
@@ -72,7 +72,7 @@ def context_parallel_unshard(
     """The whole tensors on every rank, from everybody's parts. Differentiable.
 
     Without a load balancer, parts lie in the order that this mesh has cut in; where it has cut in several, that is
-    refused: see [Note: order] in ranks.py.
+    refused: see [Note: order of sequences] in ranks.py.
     """
     ranks = ranks_of(mesh)
     said = None if load_balancer is None else layout_of(load_balancer, ranks.transport.ranks)

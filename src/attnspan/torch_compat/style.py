@@ -17,8 +17,8 @@
 [True, True]
 
 The module's forward runs in a scope of its own, for the order in which `_context_parallel_shard` last cut a batch (see
-[Note: order] in ranks.py). Checkpointing a module that contains it runs that scope again; if another batch was cut in
-between, that raises.
+[Note: order of sequences] in ranks.py). Checkpointing a module that contains it runs that scope again; if another batch
+was cut in between, that raises.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ nobody takes, and messages that nobody waits for are errors.
 its rank. When no rank can go on, because each has ended or waits for a message whose other end was never posted, the
 error lists who waits for what. A rank that is busy elsewhere is given up on after ``timeout`` seconds.
 
-[Note: threads] torch keeps some of its state per thread. Every rank starts with the caller's grad mode, inference
-mode, autocast, default device, CUDA stream and context variables. Not carried over: dispatch and function modes, such
-as FlopCounterMode, and saved-tensor hooks; enter them in ``fn``. Shared by all ranks, as is anything global: the
-default dtype, the choice of SDPA kernel, determinism flags, and the random generator, which ranks draw from in no fixed
-order; pass a generator of your own. Backward runs in the thread that calls it: autograd's one thread for a CUDA device
-would run one rank's backward, in which it would wait for the others'.
+[Note: state of threads] torch keeps some of its state per thread. Every rank starts with the caller's grad mode,
+inference mode, autocast, default device, CUDA stream and context variables. Not carried over: dispatch and function
+modes, such as FlopCounterMode, and saved-tensor hooks; enter them in ``fn``. Shared by all ranks, as is anything
+global: the default dtype, the choice of SDPA kernel, determinism flags, and the random generator, which ranks draw from
+in no fixed order; pass a generator of your own. Backward runs in the thread that calls it: autograd's one thread for a
+CUDA device would run one rank's backward, in which it would wait for the others'.
 
 [Note: traced without a GPU] A torch that is built for CUDA and finds no device puts a stand-in in the device's place
 when it first traces something. In torch 2.11 the stand-in belongs to the thread that traced, and once that has ended
@@ -271,7 +271,7 @@ def _stuck_in(parcels: Sequence[Parcel]) -> str:
 
 
 def _surroundings(device: torch.device) -> Callable[[], Any]:
-    """The caller's thread-local state, as a context to enter in another thread; see [Note: threads]."""
+    """The caller's thread-local state, as a context to enter in another thread; see [Note: state of threads]."""
     grad, inference, home = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
     kinds = [kind for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)]
     dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
