@@ -1,12 +1,13 @@
 """Imports point downward, and optional packages wait until they are used.
 
-``MAY_IMPORT`` is the layer picture as a table: one row for each part of the package, lowest first. The
+``MAY_IMPORT`` is the table of ARCHITECTURE.md: one row for each part of the package, lowest first. The
 sources are read, not run, so that an import inside a function counts as much as one at the top: what may not
 be known at the top may not be known further down either.
 """
 
 import ast
 import functools
+import re
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -142,6 +143,27 @@ def without_row(names: list[str]) -> list[str]:
 
 
 SOURCES = {".".join(["attnspan", *path.relative_to(ROOT).with_suffix("").parts]): path for path in ROOT.rglob("*.py")}
+
+
+ALONE = {*ANYONE, "attnspan", "__main__"}
+"""Parts that are no packages."""
+
+
+def drawn(page: str) -> dict[str, set[str]]:
+    """The table of ARCHITECTURE.md, as `MAY_IMPORT`: what each package imports, without what anyone may."""
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", page.partition("| package | imports |")[2], re.MULTILINE)
+    found: dict[str, set[str]] = {}
+    for names, cell in rows:
+        like = set().union(*(found[name] for name in re.findall(r"as `(\w+)`", cell)))
+        for name in re.findall(r"`(\w+)`", names):
+            found.setdefault(name, like | set(re.findall(r"(?<!as )`(\w+)`", cell)))
+    return found
+
+
+def test_the_table_of_the_architecture_page_is_this_one():
+    page = (ROOT.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    said = drawn(page.partition("| package | says |")[0])
+    assert said == {name: allowed - ALONE for name, allowed in MAY_IMPORT.items() if name not in ALONE}
 
 
 def in_every_source(law: Callable[[str, str], list[str]]) -> list[str]:
