@@ -80,8 +80,6 @@ def by_keys(
     into: tuple[Tensor, Tensor],
     work: Agenda,
     scales: tuple[float, float],
-    *,
-    add: bool,
 ) -> None:
     """dk and dv from (grad, q, k, v), (delta, walls), whose rows are padded, and an agenda by columns of `KEYS`."""
     grad, q, k, v = tensors
@@ -90,7 +88,7 @@ def by_keys(
     strides = [stride for x in into for stride in x.stride()[:3]]
     programs().by_keys[grid](
         *described, *map(_flat, rows), *into, *work[:2], *strides, q.shape[1], q.shape[1] // k.shape[1],
-        rows[0].shape[2], len(work.blocks), *scales, add=add, stages=BY_KEYS.stages, num_warps=4,
+        rows[0].shape[2], len(work.blocks), *scales, stages=BY_KEYS.stages, num_warps=4,
     )  # fmt: skip
 
 

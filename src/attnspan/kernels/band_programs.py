@@ -382,7 +382,7 @@ def programs(code: ModsCode = NO_CODE) -> BandPrograms:
         blocks, spans, blocks_at, spans_at, first_b, first_h, tables, dims, col_sums, width, dice, rows_at, cols_at,
         grad_b, grad_h, grad_n, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
         heads, group, n, count, scale, scale_unit, keep, drops: tl.constexpr,
-        add: tl.constexpr, dim: tl.constexpr, dim_v: tl.constexpr,
+        dim: tl.constexpr, dim_v: tl.constexpr,
         block_d: tl.constexpr, block_v: tl.constexpr, wide: tl.constexpr,
         block_n: tl.constexpr, block_m: tl.constexpr,
     ):
@@ -427,8 +427,8 @@ def programs(code: ModsCode = NO_CODE) -> BandPrograms:
                         dim, dim_v, block_n, block_d, block_v, wide, True)
                 if in_cols:
                     col_keep(carry, col_sums, all_cols, (b * heads + own) * width + cols, cols < end)
-        store(dk + b * dk_b + h * dk_h, dk_n, first, end, dim, block_m, block_d, dk_sum * scale, add)
-        store(dv + b * dv_b + h * dv_h, dv_n, first, end, dim_v, block_m, block_v, dv_sum, add)
+        store(dk + b * dk_b + h * dk_h, dk_n, first, end, dim, block_m, block_d, dk_sum * scale, False)
+        store(dv + b * dv_b + h * dv_h, dv_n, first, end, dim_v, block_m, block_v, dv_sum, False)
     # fmt: on
 
     return BandPrograms(forward, by_rows, by_keys)

@@ -135,7 +135,7 @@ def backward(
     grad_lse = merged.grad_lse.to(lse.dtype).contiguous() if merged.grad_lse is not None else lse
     unit = 1.0 if shape.wide else math.log2(math.e)
     scales = (spec.scale, spec.scale * unit, unit)
-    dq, dk, dv, add_rows, add_keys = into
+    dq, dk, dv, add_rows = into
     (drawn, keep), drops = _drawn(spec.dropout, q), spec.dropout is not None
     sums = CapturedSums(mods, (*q.shape[:3], k.shape[2]), q.device)
     with torch.cuda.device(q.device):
@@ -151,7 +151,7 @@ def backward(
             )  # fmt: skip
         if mods is NO_MODS and not drops and band_hopper.serves(q, k, v, grad):
             work = agenda(tiles, "cols", k.shape[2], band_hopper.KEYS, q.device)
-            band_hopper.by_keys((grad, q, k, v), (delta, walls), (dk, dv), work, scales[:2], add=add_keys)
+            band_hopper.by_keys((grad, q, k, v), (delta, walls), (dk, dv), work, scales[:2])
             return None
         blocks = shape.blocks(_BY_KEYS, q, mods)
         work = agenda(tiles, "cols", k.shape[2], blocks.cols, q.device, mods.runs)
@@ -159,7 +159,7 @@ def backward(
             grad, q, k, v, delta, walls, dk, dv, *work, *mods.arguments, sums.col_sums, k.shape[2], *drawn,
             *_strides(grad, q, k, v, dk, dv),
             shape.heads, shape.group, held, len(work.blocks), *scales[:2], keep,
-            drops=drops, add=add_keys, **shape.constants, **blocks.constants,
+            drops=drops, **shape.constants, **blocks.constants,
         )  # fmt: skip
     return sums if mods.code.learned else None
 

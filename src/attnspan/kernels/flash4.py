@@ -157,8 +157,8 @@ def backward(
     calls, into = packed_calls(step.tiles), grads.open()
     sums = (
         _GradientSum(into.dq, "rows", calls.rows, q.dtype, begun=into.add_rows),
-        _GradientSum(into.dk, "cols", calls.cols, q.dtype, begun=into.add_keys),
-        _GradientSum(into.dv, "cols", calls.cols, q.dtype, begun=into.add_keys),
+        _GradientSum(into.dk, "cols", calls.cols, q.dtype, begun=False),
+        _GradientSum(into.dv, "cols", calls.cols, q.dtype, begun=False),
     )
     for turn in calls.backward:
         rows, cols = as_slice(turn.call.rows), as_slice(turn.call.cols)

@@ -178,8 +178,8 @@ def programs() -> HopperPrograms:
         return dk, dv, count + 1
 
     @gluon.jit
-    def store(x, row_stride, at, end, value, add: gl.constexpr):
-        """Write rows [at, end) of x, or add to what is there."""
+    def store(x, row_stride, at, end, value):
+        """Write rows [at, end) of x."""
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         count: gl.constexpr = value.shape[0]
         dim: gl.constexpr = value.shape[1]
@@ -188,12 +188,10 @@ def programs() -> HopperPrograms:
         rows = x + (n.to(gl.int64) * row_stride)[:, None] + d[None, :]
         cell = (n < end)[:, None] & (d < dim)[None, :]
         value = gl.convert_layout(value, layout)
-        if add:
-            value += gl.load(rows, mask=cell, other=0.0)
         gl.store(rows, value.to(x.dtype.element_ty), mask=cell)
 
     @gluon.jit
-    def compute_keys(half: gl.constexpr, into, keys_s, rows_s, task, group, scale, scale_unit, add: gl.constexpr):
+    def compute_keys(half: gl.constexpr, into, keys_s, rows_s, task, group, scale, scale_unit):
         """dk and dv of one half of the keys."""
         dk, dk_n, dv, dv_n = into
         k_s, v_s, kept = keys_s
@@ -223,13 +221,13 @@ def programs() -> HopperPrograms:
                     i = gl.where(start + e < inner, start + e, start + e - inner + outer)
                     dk_sum, dv_sum, count = gather(dk_sum, dv_sum, count, k_block, v_block, rows_s, at + i * block_n,
                                                    band, cols, scale_unit, True)
-        store(dk, dk_n, own, end, dk_sum * scale, add)
-        store(dv, dv_n, own, end, dv_sum, add)
+        store(dk, dk_n, own, end, dk_sum * scale)
+        store(dv, dv_n, own, end, dv_sum)
 
     @gluon.jit(do_not_specialize=["n", "count", "heads", "group"])
     def by_keys(
         grad, q, k, v, delta, walls, dk, dv, blocks, spans, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-        heads, group, n, count, scale, scale_unit, add: gl.constexpr, stages: gl.constexpr,
+        heads, group, n, count, scale, scale_unit, stages: gl.constexpr,
     ):
         first, end, span, last_span = four(blocks, gl.program_id(0) % count)
         head = gl.program_id(0) // count
@@ -248,8 +246,8 @@ def programs() -> HopperPrograms:
         keys_s, rows_s = (k_s, v_s, kept), (grad_s, q_s, delta_s, walls_s, full, empty)
         into, task = (dk, dk_n, dv, dv_n), (spans, first, end, span, last_span)
         gl.warp_specialize([
-            (compute_keys, (0, into, keys_s, rows_s, task, group, scale, scale_unit, add)),
-            (compute_keys, (1, into, keys_s, rows_s, task, group, scale, scale_unit, add)),
+            (compute_keys, (0, into, keys_s, rows_s, task, group, scale, scale_unit)),
+            (compute_keys, (1, into, keys_s, rows_s, task, group, scale, scale_unit)),
             (fetch_rows, (sources, heads_of, keys_s, rows_s, task)),
         ], [4, 1], [240, 24])
 

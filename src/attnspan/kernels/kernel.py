@@ -177,13 +177,12 @@ class MergedOutputs:
 
 
 class GradientBuffers(NamedTuple):
-    """Where gradients are written: tensors of any strides and dtype, and whether they hold a sum that is added to."""
+    """Where gradients are written: tensors of any strides and dtype, and whether dq holds a sum that is added to."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     add_rows: bool = False
-    add_keys: bool = False
 
 
 class Gradients(Protocol):
