@@ -254,7 +254,11 @@ def refusals(kernel: str, problem: Problem, plan: Plan, mods: Mods | None = None
     """The kernel's reasons for tiles that it cannot do. It reads no values, so none are made."""
     ranks = range(0, plan.ranks, plan.degree)
     tiles = [
-        tile for rank in ranks for row in range(plan.rows) for step in plan.steps(rank, row) for tile in step.tiles
+        tile
+        for rank in ranks
+        for row in range(plan.batch_rows)
+        for step in plan.steps(rank, row)
+        for tile in step.tiles
     ]
     dims = (problem.dim, problem.dim, problem.value_dim or problem.dim)
     spec = Spec(1.0, mods, None, Dropout(problem.dropout_p, problem.dropout_seed) if problem.dropout_p else None)

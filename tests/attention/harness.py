@@ -121,7 +121,7 @@ class Problem:
     @property
     def rows(self) -> int:
         """The batch."""
-        return self.batch or (self.plan.rows if self.plan.rows > 1 else 2)
+        return self.batch or (self.plan.batch_rows if self.plan.batch_rows > 1 else 2)
 
     @cached_property
     def whole(self) -> Tensors:

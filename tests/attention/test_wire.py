@@ -110,9 +110,9 @@ def said(problem, rank, way):
     plan = problem.plan
     wide = way in ("grad_sends", "grad_receives") and not rounds_gradients(problem.kernel, torch.device(problem.device))
     each = weight(problem, torch.float32 if wide else problem.dtype)
-    each *= 1 if plan.rows > 1 else problem.rows
+    each *= 1 if plan.batch_rows > 1 else problem.rows
     steps = []
-    for by_row in zip(*(plan.steps(rank, row) for row in range(plan.rows)), strict=True):
+    for by_row in zip(*(plan.steps(rank, row) for row in range(plan.batch_rows)), strict=True):
         count = Counter()
         for transfer in (transfer for step in by_row for transfer in getattr(step, way)):
             peer = transfer.source if way in ("receives", "grad_receives") else transfer.target
@@ -147,7 +147,7 @@ def check_log(problem, rank, log):
 def test_a_rank_receives_what_its_plan_counts(mask, layout, strategy):
     """`Plan.received`, which layouts are chosen by, is what arrives."""
     problem = problem_of(mask, layout, strategy, wanted="")
-    each = weight(problem, problem.dtype) * (1 if problem.plan.rows > 1 else problem.rows)
+    each = weight(problem, problem.dtype) * (1 if problem.plan.batch_rows > 1 else problem.rows)
     for rank, (log,) in enumerate(watched(problem)):
         assert received(log) == {peer: n * each for peer, n in problem.plan.received(rank).items() if n}
 

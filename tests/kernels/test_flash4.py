@@ -74,7 +74,10 @@ def problems(draw):
 def needs_mask_mod(plan):
     """Whether some tile is for a program, which this kernel runs none of."""
     steps = (
-        step for rank in range(0, plan.ranks, plan.degree) for row in range(plan.rows) for step in plan.steps(rank, row)
+        step
+        for rank in range(0, plan.ranks, plan.degree)
+        for row in range(plan.batch_rows)
+        for step in plan.steps(rank, row)
     )
     return any(tile.needs_mask_mod for step in steps for tile in step.tiles)
 

@@ -42,7 +42,10 @@ def seen(call):
 
 def steps(plan):
     return [
-        step for rank in range(0, plan.ranks, plan.degree) for row in range(plan.rows) for step in plan.steps(rank, row)
+        step
+        for rank in range(0, plan.ranks, plan.degree)
+        for row in range(plan.batch_rows)
+        for step in plan.steps(rank, row)
     ]
 
 

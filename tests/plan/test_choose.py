@@ -121,11 +121,11 @@ def test_layouts_of_other_ranks_are_refused():
 
 def test_a_batch_that_contradicts_the_mask_is_refused():
     rows = KeyPadding([64, 32])
-    assert choose(rows, seq_len=64, ranks=2, shape=Shape(4, batch=2)).plan.rows == 2
+    assert choose(rows, seq_len=64, ranks=2, shape=Shape(4, batch=2)).plan.batch_rows == 2
     for batch in (1, 3):
         with pytest.raises(MaskError, match=f"batch must be the mask's 2 batch rows, got {batch}"):
             choose(rows, seq_len=64, ranks=2, shape=Shape(4, batch=batch))
-    assert choose(KeyPadding(64), seq_len=64, ranks=2, shape=Shape(4, batch=3)).plan.rows == 1
+    assert choose(KeyPadding(64), seq_len=64, ranks=2, shape=Shape(4, batch=3)).plan.batch_rows == 1
 
 
 @pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf"), "80GB", True])

@@ -188,7 +188,7 @@ def test_rows_and_masks_of_a_layout_become_typical_together():
     mask = Causal() & Documents(rows)
     layout = Balanced([mask, mask & SlidingWindow(64)], weights=[1, 5], ranks=4)
     found = kind_of(Plan(mask, layout, 4096))
-    assert found.rows == 2
+    assert found.batch_rows == 2
     assert isinstance(found.layout, Balanced)
     assert found.layout.weights == (1, 5)
     assert found.layout.masks == (found.mask, found.mask & SlidingWindow(64))

@@ -19,14 +19,14 @@ from tests.plan.strategies import computed, layouts, plans, positions, used_keys
 
 @given(plans())
 def test_every_allowed_pair_is_computed_by_exactly_one_tile_and_no_other_pair_is(plan: Plan):
-    for row in range(plan.rows):
+    for row in range(plan.batch_rows):
         dense = plan.mask.dense(plan.seq_len, plan.kv_len, row if plan.mask.rows > 1 else 0)
         assert torch.equal(computed(plan, row), dense.int())
 
 
 @given(plans())
 def test_what_one_rank_sends_at_a_step_the_other_receives_at_that_step(plan: Plan):
-    for row in range(plan.rows):
+    for row in range(plan.batch_rows):
         steps = [plan.steps(group * plan.degree, row) for group in range(plan.groups)]
         assert len({len(mine) for mine in steps}) == 1, "all ranks take part in the same exchanges"
         for at_once in zip(*steps, strict=True):
@@ -41,7 +41,7 @@ def test_what_one_rank_sends_at_a_step_the_other_receives_at_that_step(plan: Pla
 def test_the_hops_of_a_ring_are_the_distances_at_which_keys_are_needed(plan: Plan, at_once: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "AT_ONCE", at_once)
-        for row in range(plan.rows):
+        for row in range(plan.batch_rows):
             drawn = plan.geometry(row)
             fresh = geometry.Geometry(drawn.columns, drawn.q_shards, drawn.k_shards)
             needed = {(rank - source) % plan.groups for rank in range(plan.groups) for source in fresh.needs(rank)}
@@ -60,7 +60,7 @@ def test_the_steps_of_one_rank_do_not_list_the_pairs_of_all_ranks():
 @given(plans())
 def test_an_arena_holds_what_was_received_and_own_keys_each_once(plan: Plan):
     layout = plan.layout if plan.kv_layout is None else plan.kv_layout
-    for row in range(plan.rows):
+    for row in range(plan.batch_rows):
         shards = layout.positions(plan.kv_len, row)
         for group in range(plan.groups):
             own = {p for rank in range(group * plan.degree, (group + 1) * plan.degree) for p in shards[rank]}
@@ -76,7 +76,7 @@ def test_an_arena_holds_what_was_received_and_own_keys_each_once(plan: Plan):
 @given(plans())
 def test_keys_come_from_the_rank_that_owns_them(plan: Plan):
     layout = plan.layout if plan.kv_layout is None else plan.kv_layout
-    for row in range(plan.rows):
+    for row in range(plan.batch_rows):
         shards = layout.positions(plan.kv_len, row)
         owner = {p: rank // plan.degree for rank, shard in enumerate(shards) for p in shard}
         for group in range(plan.groups):
@@ -97,7 +97,7 @@ def _inside(part: range, whole: range) -> bool:
 @given(plans())
 def test_gradients_of_every_key_used_go_home_once_after_the_step_that_used_it(plan: Plan):
     layout = plan.layout if plan.kv_layout is None else plan.kv_layout
-    for row in range(plan.rows):
+    for row in range(plan.batch_rows):
         shards = layout.positions(plan.kv_len, row)
         owner = {p: rank // plan.degree for rank, shard in enumerate(shards) for p in shard}
         steps = [plan.steps(group * plan.degree, row) for group in range(plan.groups)]
@@ -119,7 +119,7 @@ def test_gradients_of_every_key_used_go_home_once_after_the_step_that_used_it(pl
 @given(plans().filter(lambda plan: "Needed" in repr(plan.strategy)))
 def test_needed_moves_exactly_the_keys_the_mask_uses_and_none_twice(plan: Plan):
     layout = plan.layout if plan.kv_layout is None else plan.kv_layout
-    for row in range(plan.rows):
+    for row in range(plan.batch_rows):
         shards = layout.positions(plan.kv_len, row)
         for group in range(plan.groups):
             own = {p for rank in range(group * plan.degree, (group + 1) * plan.degree) for p in shards[rank]}
@@ -133,12 +133,12 @@ def test_needed_moves_exactly_the_keys_the_mask_uses_and_none_twice(plan: Plan):
 def test_work_and_bytes_are_sums_over_steps(plan: Plan):
     total = 0.0
     for rank in range(plan.ranks):
-        steps = [step for row in range(plan.rows) for step in plan.steps(rank, row)]
+        steps = [step for row in range(plan.batch_rows) for step in plan.steps(rank, row)]
         assert plan.work(rank) * plan.degree == sum(step.area for step in steps)
         moved = sum(transfer.tokens for step in steps for transfer in step.receives)
         assert sum(plan.received(rank).values()) == moved
         total += plan.work(rank)
-    rows = range(plan.rows)
+    rows = range(plan.batch_rows)
     expected = sum(plan.mask.work(plan.seq_len, plan.kv_len, row if plan.mask.rows > 1 else 0) for row in rows)
     assert abs(total - expected) < 1e-6 * max(expected, 1)
     assert plan.imbalance() >= 1.0 - 1e-9
@@ -148,7 +148,7 @@ def test_work_and_bytes_are_sums_over_steps(plan: Plan):
 def test_a_ring_holds_at_most_three_shards(plan: Plan):
     shards = plan.layout if plan.kv_layout is None else plan.kv_layout
     if plan.degree == 1 and repr(plan.strategy) == "Ring()":
-        largest = sum(max(shards.tokens(plan.kv_len, row)) for row in range(plan.rows))
+        largest = sum(max(shards.tokens(plan.kv_len, row)) for row in range(plan.batch_rows))
         assert max(plan.peak_keys(rank) for rank in range(plan.ranks)) <= 3 * largest
 
 

@@ -81,7 +81,7 @@ def test_a_local_block_mask_is_the_one_that_torch_makes(name, layout, size):
     plan = Plan(mask, LAYOUTS[layout](mask), 91)
     for rank in range(3):
         found = local_block_mask(plan, rank, block_size=size)
-        rows, n = plan.rows, plan.layout.tokens(91)[rank]
+        rows, n = plan.batch_rows, plan.layout.tokens(91)[rank]
         places = torch.tensor([plan.layout.positions(91, row)[rank] for row in range(rows)])
         allowed = torch.stack([whole[row if mask.rows > 1 else 0][:, places[row]] for row in range(rows)])
         true = create_block_mask(lambda b, h, q, k, a=allowed: a[b, h, q, k], rows, mask.heads, n, 91, "cpu", size)

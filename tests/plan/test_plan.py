@@ -81,9 +81,9 @@ def test_cross_attention_has_its_own_key_layout():
 def test_rows_that_differ_have_steps_of_their_own():
     mask = Causal() & Documents([[4, 4], [2, 6]])
     plan = Plan(mask, Contiguous(ranks=2), 8, "needed")
-    assert plan.rows == 2
-    assert [transfer.tokens for transfer in plan.steps(1, row=0)[0].receives] == []
-    assert [transfer.tokens for transfer in plan.steps(1, row=1)[0].receives] == [2]
+    assert plan.batch_rows == 2
+    assert [transfer.tokens for transfer in plan.steps(1, batch_row=0)[0].receives] == []
+    assert [transfer.tokens for transfer in plan.steps(1, batch_row=1)[0].receives] == [2]
 
 
 def test_a_plan_prints_who_does_what():

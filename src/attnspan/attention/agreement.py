@@ -160,8 +160,8 @@ def _misfit(bound: BoundPlan, inputs: Inputs) -> str:
         )
     if bound.plan.mask.heads not in (1, query.shape[1]):
         return f"query must have the mask's {bound.plan.mask.heads} heads, got {query.shape[1]}"
-    if bound.plan.rows not in (1, query.shape[0]):
-        return f"query must have the plan's {bound.plan.rows} batch rows, got {query.shape[0]}"
+    if bound.plan.batch_rows not in (1, query.shape[0]):
+        return f"query must have the plan's {bound.plan.batch_rows} batch rows, got {query.shape[0]}"
     return ""
 
 
@@ -172,7 +172,7 @@ def _wrong_length(bound: BoundPlan, inputs: Inputs) -> str:
         ("latent" if latent else "key", inputs.key, plan.key_layout, plan.key_len),
     ):
         got = tensor.shape[2]
-        for row in range(plan.rows):
+        for row in range(plan.batch_rows):
             expected = tokens_in(layout.runs(length, bound.rank, row))
             if got != expected:
                 if tensor.shape[1] == expected and name != "latent":
@@ -240,7 +240,7 @@ def _check_kernels(bound: BoundPlan, inputs: Inputs) -> None:
     """Raise what the kernel would at any tile of this rank."""
     spec, tensors = bound.spec(inputs), (inputs.query, *inputs.key_value)
     plan = bound.plan
-    tiles = [tile for row in range(plan.rows) for step in plan.steps(bound.rank, row) for tile in step.tiles]
+    tiles = [tile for row in range(plan.batch_rows) for step in plan.steps(bound.rank, row) for tile in step.tiles]
     for tile in {(tile.kind, tile.needs_mask_mod, len(tile.rows), len(tile.cols)): tile for tile in tiles}.values():
         if reason := choose_kernel(bound.kernel, spec, *tensors, (tile,)).supports(spec, *tensors, (tile,)):
             raise KernelError(reason)
@@ -249,7 +249,7 @@ def _check_kernels(bound: BoundPlan, inputs: Inputs) -> None:
 def _description(bound: BoundPlan, inputs: Inputs) -> dict[str, str]:
     """A description of what this rank runs, by name: equal on ranks that run the same plan on the same shapes."""
     query, plan = inputs.query, bound.plan
-    mods, rows, (key, value) = bound.mods(query), range(plan.rows), inputs.key_value
+    mods, rows, (key, value) = bound.mods(query), range(plan.batch_rows), inputs.key_value
     return {
         "batch": str(query.shape[0]),
         "heads": str(query.shape[1]),

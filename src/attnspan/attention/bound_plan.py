@@ -97,7 +97,7 @@ class BoundPlan:
             return
         with suppress(PlanError, MaskError):
             plan = self._for_shape(shape, known).plan if self.auto and known is not None else self.plan
-            for row in range(plan.rows):
+            for row in range(plan.batch_rows):
                 plan.steps(self.rank, row)
 
     @property
@@ -147,16 +147,16 @@ class BoundPlan:
             mask = replace(traced(mask_mod, error=AttentionError).on(device), name=repr(plan.mask))
         return None if score is mask is None else Mods(score, mask)
 
-    def head_exchange(self, row: int, heads: int, kv_heads: int) -> HeadAllToAll:
-        """The exchange of heads inside this rank's group, for a row of the plan."""
+    def head_exchange(self, batch_row: int, heads: int, kv_heads: int) -> HeadAllToAll:
+        """The exchange of heads inside this rank's group, for a batch row of the plan."""
         plan, degree = self.plan, self.plan.degree
         first = self.rank - self.rank % degree
         members = range(first, first + degree)
         shards: dict[Side, tuple[Runs, ...]] = {
-            "query": plan.layout.shards(plan.seq_len, row)[first : first + degree],
-            "key": plan.key_layout.shards(plan.key_len, row)[first : first + degree],
+            "query": plan.layout.shards(plan.seq_len, batch_row)[first : first + degree],
+            "key": plan.key_layout.shards(plan.key_len, batch_row)[first : first + degree],
         }
-        arenas: dict[Side, Runs] = {"query": plan.queries(self.rank, row), "key": plan.keys(self.rank, row)}
+        arenas: dict[Side, Runs] = {"query": plan.queries(self.rank, batch_row), "key": plan.keys(self.rank, batch_row)}
         return HeadAllToAll(self.transport, members, split_heads(heads, kv_heads, degree), shards, arenas)
 
 

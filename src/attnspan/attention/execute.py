@@ -1,7 +1,7 @@
 """Execute a bound plan on this rank's tensors: out and lse forward, gradients backward.
 
-Without Ulysses this is the loop of loop.py over one lane per row of the plan. With Ulysses, heads are exchanged before
-and after the same loop.
+Without Ulysses this is the loop of loop.py over one lane per batch row of the plan. With Ulysses, heads are exchanged
+before and after the same loop.
 
 Lanes, and the sums of gradients, are alive until the results are made; plan/memory_walk.py counts memory accordingly.
 """
@@ -30,7 +30,7 @@ SIDES: tuple[Side, Side, Side] = ("query", "key", "key")
 
 def forward(bound: BoundPlan, inputs: Inputs, kept: KeptKeys | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries; what arrives stays in `kept`."""
-    rows = _rows(bound, inputs)
+    rows = _plan_batch_rows(bound, inputs)
     if bound.plan.degree > 1:
         parts = [row.forward(kept) for row in rows]
     else:
@@ -46,7 +46,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None], list[Tensor]]:
     """The gradients of this rank's query, key and value in their own dtypes; and this rank's part of the gradients of
     captured tensors (the `wanted` ones) and of the weights that expand a latent, in the precision of sums."""
-    rows, captured = _rows(bound, inputs), inputs.captured
+    rows, captured = _plan_batch_rows(bound, inputs), inputs.captured
     sums = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) if i in wanted else None for i, x in enumerate(captured)]
     expander = inputs.expander
     weights = [torch.zeros_like(x, dtype=lse_dtype(x.dtype)) for x in (expander.weights if expander else ())]
@@ -63,25 +63,27 @@ def backward(
     return bound.signed(dq), dk, dv, sums, weights
 
 
-def _rows(bound: BoundPlan, inputs: Inputs) -> list[PlanRow]:
-    """The rows of the plan: one for all batch rows, or one for each."""
+def _plan_batch_rows(bound: BoundPlan, inputs: Inputs) -> list[PlanBatchRow]:
+    """The batch rows of the plan: one for all batch rows, or one for each."""
     query, key, value = bound.signed(inputs.query), inputs.key, inputs.value
-    batches = [slice(0, len(query))] if bound.plan.rows == 1 else [slice(row, row + 1) for row in range(len(query))]
+    batches = (
+        [slice(0, len(query))] if bound.plan.batch_rows == 1 else [slice(row, row + 1) for row in range(len(query))]
+    )
     return [
-        PlanRow(bound, row, batch, inputs._replace(query=query[batch], key=key[batch], value=value[batch]))
+        PlanBatchRow(bound, row, batch, inputs._replace(query=query[batch], key=key[batch], value=value[batch]))
         for row, batch in enumerate(batches)
     ]
 
 
-class PlanRow:
-    """The inputs of one row of the plan, which stands for some batch rows.
+class PlanBatchRow:
+    """The inputs of one batch row of the plan, which stands for some batch rows.
 
     Without Ulysses it is a lane. With it, `forward` and `backward` exchange heads, and go over a lane for each segment
     of this rank's share of them.
     """
 
-    def __init__(self, bound: BoundPlan, row: int, batch: slice, inputs: Inputs):
-        self.bound, self.row, self.batch, self.inputs = bound, row, batch, inputs
+    def __init__(self, bound: BoundPlan, batch_row: int, batch: slice, inputs: Inputs):
+        self.bound, self.batch_row, self.batch, self.inputs = bound, batch_row, batch, inputs
         self.heads, self.kv_heads = inputs.query.shape[1], inputs.key.shape[1]
 
     def lane(self) -> Lane:
@@ -104,7 +106,7 @@ class PlanRow:
     def backward(
         self, merged: MergedOutputs, sums: Sequence[Tensor | None], kept: KeptKeys | None
     ) -> tuple[Tensor, ...]:
-        exchange, steps = self._exchange(), kept.loops[self.row] if kept else None
+        exchange, steps = self._exchange(), kept.loops[self.batch_row] if kept else None
         inputs = () if kept else self.inputs[:3]
         row_tensors = [
             merged.out,
@@ -113,7 +115,7 @@ class PlanRow:
         ]
         sides: list[Side] = ["query"] * len(row_tensors)
         gathered = exchange.gather_tokens([*inputs, *row_tensors], [*SIDES[: len(inputs)], *sides])
-        tensors = kept.heads[self.row] if kept else gathered[:3]
+        tensors = kept.heads[self.batch_row] if kept else gathered[:3]
         out, grad, lse, *grad_lse = gathered[len(inputs) :]
         exchanged = MergedOutputs(
             grad, grad_lse[0].squeeze(-1) if grad_lse else None, out, lse.squeeze(-1), merged.sinks
@@ -135,7 +137,7 @@ class PlanRow:
         return tuple(exchange.scatter_tokens(found, SIDES))
 
     def _exchange(self) -> HeadAllToAll:
-        return self.bound.head_exchange(self.row, self.heads, self.kv_heads)
+        return self.bound.head_exchange(self.batch_row, self.heads, self.kv_heads)
 
     def _segments(self, exchange: HeadAllToAll) -> list[tuple[slice, slice]]:
         return segments(exchange.shares[exchange.here], self.heads // self.kv_heads)
@@ -149,7 +151,7 @@ class PlanRow:
         ]
 
     def _lane(self, inputs: Inputs, heads: range) -> Lane:
-        return Lane(self.bound, self.row, RowsAndHeads(range(self.batch.start, self.batch.stop), heads), inputs)
+        return Lane(self.bound, self.batch_row, RowsAndHeads(range(self.batch.start, self.batch.stop), heads), inputs)
 
 
 def _by_heads(parts: list[Tensor], empty: Callable[[], Tensor]) -> Tensor:

@@ -83,15 +83,15 @@ class KeySum(RunningSum):
 
 
 class Lane:
-    """The tensors of some batch rows and heads, on their way through the steps of their row in the plan."""
+    """The tensors of some batch rows and heads, on their way through the steps of a rank."""
 
-    def __init__(self, bound: BoundPlan, row: int, rows_and_heads: RowsAndHeads, inputs: Inputs):
+    def __init__(self, bound: BoundPlan, batch_row: int, rows_and_heads: RowsAndHeads, inputs: Inputs):
         plan, rank, degree = bound.plan, bound.rank, bound.plan.degree
-        steps = plan.steps(rank, row)
+        steps = plan.steps(rank, batch_row)
         if degree > 1:  # transfers name groups; the peer in another group has this rank's place in its own
             steps = tuple(step.between(degree, rank % degree) for step in steps)
         self.steps, self.rows_and_heads, self.kernel = steps, rows_and_heads, bound.kernel
-        self._queries, self._own = plan.queries(rank, row), plan.keys(rank, row)
+        self._queries, self._own = plan.queries(rank, batch_row), plan.keys(rank, batch_row)
         self._is_ring = isinstance(between_groups(plan.strategy), Ring)  # which passes whole buffers on
         self.query, self.key, self.value, self.captured = *inputs[:3], inputs.captured
         self.expander = inputs.expander

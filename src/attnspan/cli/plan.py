@@ -112,7 +112,7 @@ def recurrent_layers(text: str, batch: int) -> RecurrentLayers:
 
 def rank_data(made: Plan, rank: int) -> dict[str, Any]:
     """What one rank does, over all batch rows."""
-    rows = [made.steps(rank, row) for row in range(made.rows)]
+    rows = [made.steps(rank, row) for row in range(made.batch_rows)]
     return {
         "rank": rank,
         "tokens": tokens_in(made.layout.runs(made.seq_len, rank)),

@@ -105,7 +105,7 @@ class ReportLine:
     @property
     def _alike(self) -> int:
         """How many batch rows each row of the plan stands for."""
-        return self.shape.batch if self.plan.rows == 1 else 1
+        return self.shape.batch if self.plan.batch_rows == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)

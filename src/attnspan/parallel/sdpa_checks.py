@@ -18,8 +18,8 @@ class SdpaChecks:
 
     def __init__(self, spec: SessionSpec, plan: Plan):
         self.spec, self.tokens = spec, spec.sharding.tokens
-        self.mask, self.rows = plan.mask, plan.rows
-        bands = [band for row in range(plan.rows) for band in plan.bands(row)]
+        self.mask, self.rows = plan.mask, plan.batch_rows
+        bands = [band for row in range(plan.batch_rows) for band in plan.bands(row)]
         self.sees_later = any(band.hi > 0 for band in bands)
         self.sees_earlier = any(band.lo < 0 for band in bands)
 

@@ -221,11 +221,11 @@ def predicted(
 ) -> Candidate:
     """What the cost model says of a plan, and why it is refused if its keys need more than `limit` bytes."""
     looked = sampled_ranks(plan, sampled)
-    key_bytes = shape.kv_bytes / plan.rows * shape.kv_share(plan.degree)
+    key_bytes = shape.kv_bytes / plan.batch_rows * shape.kv_share(plan.degree)
     peak = int(max(plan.peak_keys(rank) for rank in looked) * key_bytes)
     if shape.latent:  # expanded step by step; their gradients are summed in float32
         times = 1 + max(4, shape.width) / shape.width if backward else 1
-        peak += int(max(plan.expanded_keys(rank) for rank in looked) * shape.expanded_bytes / plan.rows * times)
+        peak += int(max(plan.expanded_keys(rank) for rank in looked) * shape.expanded_bytes / plan.batch_rows * times)
     kept = _kept(plan, shape, limit - peak, keep_keys, looked) if backward and keep_keys else None
     keeps, needs = kept is not None, peak + (kept or 0)
     timelines = [predict(plan, rank, shape, hardware, backward=backward, keep_keys=keeps) for rank in looked]

@@ -80,7 +80,7 @@ def _named(thing: object) -> str:
 
 
 def _line(plan: Plan, rank: int, total: float) -> list[object]:
-    steps = [plan.steps(rank, row) for row in range(plan.rows)]
+    steps = [plan.steps(rank, row) for row in range(plan.batch_rows)]
     kinds = Counter(tile.kind for row in steps for step in row for tile in step.tiles)
     runs = plan.layout.runs(plan.seq_len, rank)
     return [
@@ -100,7 +100,7 @@ def _line(plan: Plan, rank: int, total: float) -> list[object]:
 def _summary(plan: Plan) -> list[str]:
     ranks = range(plan.ranks) if plan.ranks <= 64 else _listed(plan.ranks)
     moved = sum(sum(plan.received(rank).values()) for rank in ranks) * plan.ranks / len(ranks)
-    everything = plan.rows * plan.key_len * (plan.groups - 1) * plan.degree
+    everything = plan.batch_rows * plan.key_len * (plan.groups - 1) * plan.degree
     share = f" ({moved / everything:.0%} of an all-gather's)" if everything else ""
     heads = f"; heads travel inside groups of {plan.degree}" if plan.degree > 1 else ""
     return [f"imbalance {plan.imbalance():.3f}; {moved:.0f} keys move{share}{heads}"]

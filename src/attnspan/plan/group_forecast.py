@@ -87,19 +87,19 @@ class GroupForecast:
 
     @cached_property
     def bytes(self) -> PositionBytes:
-        shape, share = self.setting.shape, 1 / self.plan.rows
+        shape, share = self.setting.shape, 1 / self.plan.batch_rows
         q, out, lse = (values * share / self.degree * shape.width for values in shape.head_values)
         kv, wide = shape.kv_bytes * share * shape.kv_share(self.degree), max(4, shape.width) / shape.width
         return PositionBytes(q, out, lse * wide, kv, kv * (1.0 if self.hardware.rounds else wide), wide)
 
     @property
     def flops(self) -> float:
-        return self.setting.shape.flops / self.plan.rows / self.degree
+        return self.setting.shape.flops / self.plan.batch_rows / self.degree
 
     @property
     def held(self) -> float:
         """The positions that a group holds on average."""
-        return self.plan.seq_len * self.plan.rows / self.count
+        return self.plan.seq_len * self.plan.batch_rows / self.count
 
     @cached_property
     def heads(self) -> list[float]:
@@ -269,7 +269,7 @@ class GroupForecast:
     def _memory(self, received: Tensor) -> tuple[Tensor, Tensor]:
         """Which strategies keep keys until backward, (V, 1), and the most bytes of keys on a rank, (V)."""
         own, each, setting = self.tokens, self.bytes, self.setting
-        shape, rows = setting.shape, self.plan.rows
+        shape, rows = setting.shape, self.plan.batch_rows
         coming = torch.cat([received[..., 1:], torch.zeros_like(received[..., :1])], -1)
         peak = (own + (received + coming).amax(-1)) * each.kv
         if not setting.keep_keys:

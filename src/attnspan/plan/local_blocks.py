@@ -54,13 +54,13 @@ def local_block_mask(
 
     size, device = size_pair("block_size", block_size), torch.empty(0, device=device).device
     keys = (Run(0, plan.key_len),) if keys is None else keys
-    shards = [plan.layout.runs(plan.seq_len, rank, row) for row in range(plan.rows)]
+    shards = [plan.layout.runs(plan.seq_len, rank, row) for row in range(plan.batch_rows)]
     lengths = tokens_in(shards[0]), tokens_in(keys)
     if 0 in lengths:
         raise PlanError(f"rank {rank} has {lengths[0]} queries and {lengths[1]} keys: there is no block to list")
     mask_mod = plan.mask.mask_mod(plan.seq_len, plan.key_len)
     program, heads = traced(mask_mod, error=PlanError).on(device), plan.mask.heads
-    shape = plan.rows, ceil_div(lengths[0], size[0]), ceil_div(lengths[1], size[1])
+    shape = plan.batch_rows, ceil_div(lengths[0], size[0]), ceil_div(lengths[1], size[1])
     lists = BlockLists.empty(shape, device, heads)
     places = torch.stack([positions_of(runs) for runs in shards]).to(device), positions_of(keys).to(device)
     for row, queries in enumerate(shards):

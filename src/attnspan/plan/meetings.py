@@ -28,7 +28,7 @@ class Positions:
     @classmethod
     def of(cls, plan: Plan) -> Positions:
         width, bands, listed = plan.seq_len + 1, [], array("q")
-        for row in range(plan.rows):
+        for row in range(plan.batch_rows):
             at = row * width
             columns = torch.stack(columns_of(plan, row))
             columns[:4] += at

@@ -138,7 +138,7 @@ class MemoryRow:
         )
 
     def _sizes(self, share: Heads | None) -> LaneSizes:
-        return LaneSizes.of(self.shape, share, self.plan.rows)
+        return LaneSizes.of(self.shape, share, self.plan.batch_rows)
 
     @property
     def _tokens(self) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class MemoryRow:
 def memory(plan: Plan, rank: int, shape: Shape, backward: bool, kernels: Kernels, keeps: bool) -> Memory:
     """`Plan.memory`. Batch rows with steps of their own are taken to have their peak at once, except under
     Ulysses, where one comes after another."""
-    rows = [MemoryRow(plan, rank, shape, row, backward, kernels, keeps) for row in range(plan.rows)]
+    rows = [MemoryRow(plan, rank, shape, row, backward, kernels, keeps) for row in range(plan.batch_rows)]
     peaks = [max(row.moments(), key=lambda moment: sum(moment.values())) for row in rows]
     if plan.degree > 1:
         peaks = [max(peaks, key=lambda moment: sum(moment.values()))]
@@ -167,5 +167,5 @@ def memory(plan: Plan, rank: int, shape: Shape, backward: bool, kernels: Kernels
 
 def between_passes(plan: Plan, rank: int, shape: Shape) -> tuple[float, float]:
     """Bytes that wait from forward to backward: what autograd saves of a call, and keys if they are kept."""
-    rows = [MemoryRow(plan, rank, shape, row, True, Kernels(False, True)) for row in range(plan.rows)]
+    rows = [MemoryRow(plan, rank, shape, row, True, Kernels(False, True)) for row in range(plan.batch_rows)]
     return sum(row.saved() for row in rows), sum(row.kept() for row in rows)

@@ -80,7 +80,7 @@ class Plan:
         return self.layout.ranks
 
     @property
-    def rows(self) -> int:
+    def batch_rows(self) -> int:
         """How many batch rows have steps of their own; 1 means that all rows are alike."""
         return max(self.mask.rows, self.layout.rows, self.key_layout.rows)
 
@@ -108,34 +108,34 @@ class Plan:
 
     # ---- what to do --------------------------------------------------------------------------------------------
 
-    def steps(self, rank: int, row: int = 0) -> tuple[Step, ...]:
+    def steps(self, rank: int, batch_row: int = 0) -> tuple[Step, ...]:
         """What a rank does, step by step, for one batch row.
 
         Under Ulysses the ranks of a group do the same steps on different heads; ranks in their transfers are groups.
         """
-        return _steps(self, *self._place(rank, row))
+        return _steps(self, *self._place(rank, batch_row))
 
-    def queries(self, rank: int, row: int = 0) -> Runs:
+    def queries(self, rank: int, batch_row: int = 0) -> Runs:
         """The positions in a rank's query buffer: its shard, or under Ulysses what its group holds."""
-        group, row = self._place(rank, row)
-        return self.geometry(row).q_shards[group]
+        group, batch_row = self._place(rank, batch_row)
+        return self.geometry(batch_row).q_shards[group]
 
-    def keys(self, rank: int, row: int = 0) -> Runs:
+    def keys(self, rank: int, batch_row: int = 0) -> Runs:
         """The positions in a rank's own key buffer: its shard, or under Ulysses what its group holds."""
-        group, row = self._place(rank, row)
-        return self.geometry(row).k_shards[group]
+        group, batch_row = self._place(rank, batch_row)
+        return self.geometry(batch_row).k_shards[group]
 
-    def bands(self, row: int = 0) -> Bands:
+    def bands(self, batch_row: int = 0) -> Bands:
         """The allowed pairs of one batch row; of a mask that is a function, those that may be (masks/cover.py)."""
-        return self.cover(row).bands
+        return self.cover(batch_row).bands
 
-    def cover(self, row: int = 0) -> Cover:
+    def cover(self, batch_row: int = 0) -> Cover:
         """Which pairs of one batch row are certain, and for which the mask's function must be evaluated."""
-        return self.mask.cover(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
+        return self.mask.cover(self.seq_len, self.key_len, batch_row if self.mask.rows > 1 else 0)
 
-    def band_columns(self, row: int = 0) -> tuple[Columns, Bands]:
+    def band_columns(self, batch_row: int = 0) -> tuple[Columns, Bands]:
         """`bands` as columns of numbers, and those of them that are partial."""
-        return self.mask.band_columns(self.seq_len, self.key_len, row if self.mask.rows > 1 else 0)
+        return self.mask.band_columns(self.seq_len, self.key_len, batch_row if self.mask.rows > 1 else 0)
 
     @property
     def strategy_name(self) -> str:
@@ -155,18 +155,18 @@ class Plan:
         The sum over ranks is the mask's work.
         """
         group, _ = self._place(rank, 0)
-        pairs = sum(self.geometry(row).work(group) for row in range(self.rows))
+        pairs = sum(self.geometry(row).work(group) for row in range(self.batch_rows))
         return pairs / self.degree if self.degree > 1 else pairs
 
     def group_works(self) -> list[int]:
         """The pairs of each group of ranks (each rank, without Ulysses) over all batch rows."""
-        rows = [self.geometry(row) for row in range(self.rows)]
+        rows = [self.geometry(row) for row in range(self.batch_rows)]
         return [sum(geometry.work(group) for geometry in rows) for group in range(self.groups)]
 
     @with_real_tensors
     def group_traffic(self) -> list[int]:
         """About how many keys each group of ranks receives or sends over all batch rows; an estimate, to compare."""
-        rows = [self.geometry(row).traffic() for row in range(self.rows)]
+        rows = [self.geometry(row).traffic() for row in range(self.batch_rows)]
         return [sum(each) for each in zip(*rows, strict=True)]
 
     def imbalance(self) -> float:
@@ -176,7 +176,7 @@ class Plan:
     def received(self, rank: int) -> dict[int, int]:
         """For each rank (or group) that sends keys to this one: how many, over all steps and batch rows."""
         counts: dict[int, int] = {}
-        steps = (step for row in range(self.rows) for step in self.steps(rank, row))
+        steps = (step for row in range(self.batch_rows) for step in self.steps(rank, row))
         for transfer in (transfer for step in steps for transfer in step.receives):
             counts[transfer.source] = counts.get(transfer.source, 0) + transfer.tokens
         return counts
@@ -189,16 +189,16 @@ class Plan:
         >>> Plan(Causal(), HeadTail(ranks=2), seq_len=8).bytes_received(0, Shape(heads=32, kv_heads=8))
         {1: 16384.0}
         """
-        each = shape.kv_bytes / self.rows * shape.kv_share(self.degree)
+        each = shape.kv_bytes / self.batch_rows * shape.kv_share(self.degree)
         return {source: keys * each for source, keys in self.received(rank).items()}
 
     def peak_keys(self, rank: int) -> int:
         """The most keys a rank holds at once: its own, those in use and those arriving, over all batch rows."""
-        return sum(_peak(self.steps(rank, row), tokens_in(self.keys(rank, row))) for row in range(self.rows))
+        return sum(_peak(self.steps(rank, row), tokens_in(self.keys(rank, row))) for row in range(self.batch_rows))
 
     def expanded_keys(self, rank: int) -> int:
         """The most latents that a rank expands at once, over all batch rows: those of a step."""
-        steps = (self.steps(rank, row) for row in range(self.rows))
+        steps = (self.steps(rank, row) for row in range(self.batch_rows))
         return max(
             (sum(tokens_in(each.arena) for each in step if each.tiles) for step in zip(*steps, strict=True)), default=0
         )
@@ -278,31 +278,31 @@ class Plan:
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def geometry(self, row: int) -> Geometry:
+    def geometry(self, batch_row: int) -> Geometry:
         """Where one batch row of the mask falls on the ranks, or under Ulysses on the groups."""
-        return _geometry(self._parts, row)
+        return _geometry(self._parts, batch_row)
 
     @property
     def _parts(self) -> Parts:
         return self.mask, self.layout, self.seq_len, self.key_layout, self.key_len, self.degree
 
-    def _place(self, rank: int, row: int) -> tuple[int, int]:
+    def _place(self, rank: int, batch_row: int) -> tuple[int, int]:
         """The group of a rank, and the batch row that stands for this one; both checked."""
-        rank, row = integer("rank", rank, error=PlanError), integer("row", row, error=PlanError)
+        rank, batch_row = integer("rank", rank, error=PlanError), integer("batch_row", batch_row, error=PlanError)
         if rank >= self.ranks:
             raise PlanError(f"rank must be below the plan's {self.ranks} ranks, got {rank}")
-        if self.rows > 1 and row >= self.rows:
-            raise PlanError(f"row must be below the plan's {self.rows} batch rows, got {row}")
-        return rank // self.degree, row if self.rows > 1 else 0
+        if self.batch_rows > 1 and batch_row >= self.batch_rows:
+            raise PlanError(f"batch_row must be below the plan's {self.batch_rows} batch rows, got {batch_row}")
+        return rank // self.degree, batch_row if self.batch_rows > 1 else 0
 
 
 @functools.lru_cache(maxsize=64)
-def _geometry(parts: Parts, row: int) -> Geometry:
+def _geometry(parts: Parts, batch_row: int) -> Geometry:
     mask, queries, seq_len, keys, key_len, degree = parts
     if degree > 1:
         queries, keys = Grouped(queries, degree), Grouped(keys, degree)
-    columns, partial = mask.band_columns(seq_len, key_len, row if mask.rows > 1 else 0)
-    return Geometry(columns, queries.shards(seq_len, row), keys.shards(key_len, row), partial)
+    columns, partial = mask.band_columns(seq_len, key_len, batch_row if mask.rows > 1 else 0)
+    return Geometry(columns, queries.shards(seq_len, batch_row), keys.shards(key_len, batch_row), partial)
 
 
 @functools.lru_cache(maxsize=64)
@@ -313,9 +313,9 @@ def _shifts(parts: Parts, rows: int) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 @with_real_tensors
-def _steps(plan: Plan, group: int, row: int) -> tuple[Step, ...]:
+def _steps(plan: Plan, group: int, batch_row: int) -> tuple[Step, ...]:
     assert isinstance(plan.strategy, Strategy), "set in __post_init__"
-    return plan.strategy.steps(plan.geometry(row), group, _shifts(plan._parts, plan.rows))
+    return plan.strategy.steps(plan.geometry(batch_row), group, _shifts(plan._parts, plan.batch_rows))
 
 
 def _peak(steps: tuple[Step, ...], own: int) -> int:

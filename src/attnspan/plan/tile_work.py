@@ -32,7 +32,7 @@ class StepWork(NamedTuple):
     @classmethod
     def of(cls, groups: GroupForecast, table: Tensor, steps: int) -> StepWork:
         """Of strategies that use the keys at each ring distance in the step that a table says, (V, G)."""
-        each, machine, batch = groups.meetings, groups.hardware, groups.plan.rows
+        each, machine, batch = groups.meetings, groups.hardware, groups.plan.batch_rows
         full, cut, cut_area, cut_rows = _columns(groups, table, steps)
         place, places = each.group * batch + each.row, groups.count * batch
         height, general = each.height.double()[:, None], each.general[:, None]

@@ -105,8 +105,8 @@ class _TimelineWalk:
 
     def __init__(self, plan: Plan, rank: int, shape: Shape, hardware: Hardware) -> None:
         self.plan, self.rank, self.shape, self.hardware = plan, rank, shape, hardware
-        self.steps = list(zip(*(plan.steps(rank, row) for row in range(plan.rows)), strict=True))
-        share = 1 / plan.rows  # a Shape counts the whole batch; each row that differs is its part of it
+        self.steps = list(zip(*(plan.steps(rank, row) for row in range(plan.batch_rows)), strict=True))
+        share = 1 / plan.batch_rows  # a Shape counts the whole batch; each row that differs is its part of it
         self.flops = shape.flops * share / plan.degree
         self.kv_bytes = shape.kv_bytes * share * shape.kv_share(plan.degree)
         self.expanded_bytes, self.expansion = shape.expanded_bytes * share, shape.expansion_flops * share
@@ -115,8 +115,8 @@ class _TimelineWalk:
         self.wide = max(4, shape.width) / shape.width
         self.travels = self.kv_bytes * (1.0 if hardware.rounds else self.wide)  # of a gradient, on its way home
         self.lse_bytes = lse * shape.width * self.wide
-        self.queries = sum(tokens_in(plan.queries(rank, row)) for row in range(plan.rows))
-        self.keys = sum(tokens_in(plan.keys(rank, row)) for row in range(plan.rows))
+        self.queries = sum(tokens_in(plan.queries(rank, row)) for row in range(plan.batch_rows))
+        self.keys = sum(tokens_in(plan.keys(rank, row)) for row in range(plan.batch_rows))
         self.events: list[Event] = []
         self.compute = self.link = 0.0
 
@@ -202,7 +202,7 @@ class _TimelineWalk:
         """The tokens that one rank exchanges in a step inside its node and with other nodes, and its peers there."""
         plan, node = self.plan, self.hardware.ranks_per_node
         tokens, peers = [0, 0], [set[int](), set[int]()]
-        for row in range(plan.rows):
+        for row in range(plan.batch_rows):
             for transfer in getattr(plan.steps(rank, row)[index], way):
                 other = transfer.source if way in ("receives", "grad_receives") else transfer.target
                 peer = other * plan.degree + rank % plan.degree

@@ -34,7 +34,7 @@ def received_bytes(plan: Plan, shape: Shape, rank: int, *, kept: bool = False, r
     """What arrives at a rank in one call: keys and their gradients, and what the exchange of heads brings, tokens of
     own heads and then own tokens of all heads. Backward needs no keys, and no heads of the inputs, that were kept."""
     narrow, wide = DTYPES[shape.dtype], max(4, DTYPES[shape.dtype])
-    batch = shape.batch if plan.rows == 1 else 1
+    batch = shape.batch if plan.batch_rows == 1 else 1
     dim, value_dim = shape.head_dim, shape.v_head_dim
     shares = split_heads(shape.heads, shape.kv_heads, plan.degree)
     here, first = rank % plan.degree, rank - rank % plan.degree
@@ -42,7 +42,7 @@ def received_bytes(plan: Plan, shape: Shape, rank: int, *, kept: bool = False, r
     values = shape.kv_values(taken_k)
     of_keys = narrow * shape.widened_heads(plan.degree)
     forward = backward = 0
-    for row in range(plan.rows):
+    for row in range(plan.batch_rows):
         for step in plan.steps(rank, row):
             keys = sum(transfer.tokens for transfer in step.receives) * values * narrow
             forward += keys
