@@ -230,7 +230,7 @@ def test_chunks_are_compiled_for_hopper(gates, dims, dtype, monkeypatch):
     if programs.can_read(x):
         programs.delta_outputs(x, queries_of(x, dims[0]), torch.zeros(4, 2, *dims), *places)
     assert len(compiled) == 1 + (dtype == torch.bfloat16 and dims[0] == 128)
-    assert all(shared <= 227 * 1024 for _, shared in compiled)
+    assert all(each.shared <= 227 * 1024 for each in compiled)
 
 
 @compiles
@@ -244,8 +244,8 @@ def test_scans_are_compiled_for_hopper(matrix, back, monkeypatch):
     programs.scan(maps, state, (2, 1), torch.empty(3, 4, 128, 128), back)
     if matrix:
         programs.compose(maps._replace(exact=False), state, (2, 1), torch.empty(3, 4, 128, 128))
-    assert {name for name, _ in compiled} == {"scan_maps"}
-    assert all(shared <= 227 * 1024 for _, shared in compiled)
+    assert {each.name for each in compiled} == {"scan_maps"}
+    assert all(each.shared <= 227 * 1024 for each in compiled)
 
 
 def test_on_a_cpu_scans_are_those_of_torch():
