@@ -8,7 +8,6 @@ bfloat16 by cutting off, so that it is left to CUDA. Everything else runs on the
 
 import copy
 import inspect
-import os
 import types
 from collections import Counter
 
@@ -32,16 +31,11 @@ from attnspan.integrations.huggingface.fused_kernels import (
     normed,
     rotated,
 )
-from attnspan.packages import has_triton
 from tests.engine.models import FAMILIES, greedy, prompts, tiny
 from tests.kernels.compiling import Compiling
+from tests.kernels.interpreter import INTERPRETS, compiles, in_interpreter
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
-in_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and TRITON_INTERPRET=1 in the environment")
-compiles = pytest.mark.skipif(
-    not has_triton() or INTERPRETS, reason="needs Triton, and no TRITON_INTERPRET in the environment"
-)
 where_kernels_run = pytest.mark.parametrize(
     ("device", "dtype"),
     [

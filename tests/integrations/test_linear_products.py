@@ -7,7 +7,6 @@ place of ours, in every step as if a graph captured it:
 """
 
 import copy
-import os
 import random
 import threading
 from collections import Counter
@@ -25,14 +24,11 @@ from attnspan.engine.cuda_graphs import CudaGraphs
 from attnspan.integrations.huggingface import linear_products, transformers_model
 from attnspan.integrations.huggingface.fused_kernels import gated
 from attnspan.integrations.huggingface.linear_products import LinearProducts, agree
-from attnspan.packages import has_triton
 from tests.engine.models import greedy, prompts, tiny
 from tests.integrations.test_fused import formulas  # noqa: F401
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import INTERPRETS, in_interpreter, interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
-in_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and TRITON_INTERPRET=1 in the environment")
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ Kernels run on CUDA, and in Triton's interpreter, which rounds to bfloat16 by cu
     TRITON_INTERPRET=1 python -m pytest tests/integrations/test_small_products.py
 """
 
-import os
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -25,16 +24,10 @@ from attnspan.integrations.huggingface.small_products import (
     products,
     tiling,
 )
-from attnspan.packages import has_triton
 from tests.kernels.compiling import Compiling
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import INTERPRETS, compiles, in_interpreter, interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
-in_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and TRITON_INTERPRET=1 in the environment")
-compiles = pytest.mark.skipif(
-    not has_triton() or INTERPRETS, reason="needs Triton, and no TRITON_INTERPRET in the environment"
-)
 where_kernels_run = pytest.mark.parametrize(
     ("device", "dtype"),
     [

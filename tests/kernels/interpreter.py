@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import threading
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 
 from attnspan.kernels import band, bands
+from attnspan.packages import has_triton
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+in_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and TRITON_INTERPRET=1 in the environment")
+compiles = pytest.mark.skipif(
+    not has_triton() or INTERPRETS, reason="needs Triton, and no TRITON_INTERPRET in the environment"
+)
 
 SMALL = bands._BlockSizes(16, 16, 1, 1)
 _ONE_AT_A_TIME = threading.RLock()

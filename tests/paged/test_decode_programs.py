@@ -5,18 +5,14 @@ Triton interprets only what was defined under TRITON_INTERPRET=1, so it has to b
     TRITON_INTERPRET=1 python -m pytest tests/paged/test_decode_programs.py
 """
 
-import os
 import random
 
 import pytest
 import torch
 
-from attnspan.packages import has_triton
 from attnspan.paged.kernels import decode
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import INTERPRETS, interpreted
 from tests.paged.cases import Cache, agree
-
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and TRITON_INTERPRET=1 in the environment"),

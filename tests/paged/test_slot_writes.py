@@ -5,21 +5,14 @@ The interpreter converts to 8 bits of float in a way of its own, so that they ar
 TRITON_INTERPRET=1 python -m pytest tests/paged/test_slot_writes.py
 """
 
-import os
-
 import pytest
 import torch
 
-from attnspan.packages import has_triton
 from attnspan.paged import slot_writes
 from attnspan.paged.quantised import Quantised, quantise
 from tests.kernels.compiling import Compiling
+from tests.kernels.interpreter import compiles, in_interpreter
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
-in_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and TRITON_INTERPRET=1 in the environment")
-compiles = pytest.mark.skipif(
-    not has_triton() or INTERPRETS, reason="needs Triton, and no TRITON_INTERPRET in the environment"
-)
 STORED = [None, torch.int8, torch.float8_e4m3fn]
 where_it_runs = pytest.mark.parametrize(
     ("device", "stored"),

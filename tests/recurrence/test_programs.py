@@ -3,24 +3,17 @@
 TRITON_INTERPRET=1 python -m pytest tests/recurrence/test_programs.py
 """
 
-import os
 from itertools import pairwise
 
 import pytest
 import torch
 
-from attnspan.packages import has_triton
 from attnspan.recurrence import programs
 from attnspan.recurrence.maps import AffineMaps, Maps, Passed
 from tests.kernels.compiling import Compiling
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import INTERPRETS, compiles, in_interpreter, interpreted
 from tests.recurrence.cases import normal
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
-in_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs Triton, and TRITON_INTERPRET=1 in the environment")
-compiles = pytest.mark.skipif(
-    not has_triton() or INTERPRETS, reason="needs Triton, and no TRITON_INTERPRET in the environment"
-)
 where_it_runs = pytest.mark.parametrize(
     "device", [pytest.param("cuda", marks=pytest.mark.cuda), pytest.param("cpu", marks=in_interpreter)]
 )

@@ -104,7 +104,7 @@ class AffineMaps:
     def add(self, into: Tensor, a: Tensor, state: Tensor) -> None:
         """Add A of a state."""
         if self.matrix:
-            into.flatten(0, 1).baddbmm_(a.flatten(0, 1), state.flatten(0, 1))
+            into.view(-1, *into.shape[2:]).baddbmm_(a.flatten(0, 1), state.flatten(0, 1))
         else:
             into.addcmul_(a, state)
 

@@ -110,7 +110,7 @@ def _scan(
 ) -> None:
     count, heads, rows, columns = state.shape
     a = maps.a if maps.matrix else maps.a.expand(len(into[0]), *state.shape[1:])
-    width = 32 if maps.matrix else min(64, _power(columns))
+    width = 32 if maps.matrix else min(64, _next_power_of_2(columns))
     programs = -(-columns // width) + (0 if products is None else -(-rows // width))
     with _on(state.device):
         _programs().scan_maps[count * heads, programs](
@@ -118,7 +118,7 @@ def _scan(
             *steps_of(sizes, count, state.device), *a.stride(), *state.stride(), heads, rows, columns,
             matrix=maps.matrix, adds=maps.b is not None, back=back, products=products is not None,
             precision="tf32x3" if maps.exact else "tf32",
-            block_k=max(16, _power(rows)) if maps.matrix else _power(rows), block_v=width,
+            block_k=max(16, _next_power_of_2(rows)) if maps.matrix else _next_power_of_2(rows), block_v=width,
             num_warps=8 if maps.matrix and rows > 64 else 4, num_stages=2,
         )  # fmt: skip
 
@@ -144,7 +144,7 @@ def delta_maps(x: SolvedPieces, starts: Tensor, order: Tensor) -> tuple[Tensor, 
         _programs().delta_maps[-(-rows // width) + -(-columns // width), heads, count](
             x.k, x.w, x.u, x.k if x.gates is None else x.gates, a, b, starts, order,
             heads, heads // x.k.shape[2], rows=rows, columns=columns,
-            gates=kind, piece=PIECE, block_k=max(16, _power(rows)), block_v=width, num_warps=4,
+            gates=kind, piece=PIECE, block_k=max(16, _next_power_of_2(rows)), block_v=width, num_warps=4,
             num_stages=2 if can_read(x) else 1,
         )  # fmt: skip
     return a, b
@@ -168,12 +168,12 @@ def delta_outputs(x: SolvedPieces, queries: Queries, states: Tensor, starts: Ten
             x.k if queries.pairs is None else queries.pairs, states, out, starts, order,
             heads, heads // x.k.shape[2], heads // queries.q.shape[2], queries.scale, rows=rows, columns=columns,
             gates=0 if x.gates is None else x.gates.dim() - 2, piece=PIECE,
-            block_k=max(16, _power(rows)), block_v=width, num_warps=4, num_stages=2,
+            block_k=max(16, _next_power_of_2(rows)), block_v=width, num_warps=4, num_stages=2,
         )  # fmt: skip
     return out
 
 
-def _power(n: int) -> int:
+def _next_power_of_2(n: int) -> int:
     """The least power of two that is no less."""
     return 1 << (n - 1).bit_length()
 

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from attnspan.integrations.huggingface.dependent_launch import dependent_launch
 from attnspan.packages import has_triton
+from attnspan.paged.slot_writes import next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -127,7 +128,7 @@ def fused_add_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float, how: st
 
 def _launch_norm(tokens: tuple[Tensor, ...], weight: Tensor, eps: float, how: str, added: bool) -> None:
     n = weight.shape[0]
-    rows, block = tokens[0].numel() // n, _next_power_of_2(n)
+    rows, block = tokens[0].numel() // n, next_power_of_2(n)
     per = max(1, BLOCK // block)
     _launch(
         "norm", (-(-rows // per),), weight.device, 4 if block <= 1024 else 8 if block <= 8192 else 16,
@@ -153,7 +154,7 @@ def fused_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, how: str) -> tu
     _launch(
         "rotary", (tokens, q_blocks + k_blocks), q.device, 2,
         *outs, q, k, cos, sin, *strides, heads, kv_heads, q_blocks,
-        half=dim // 2, block=_next_power_of_2(dim // 2), per=HEADS, wide=how == "wide",
+        half=dim // 2, block=next_power_of_2(dim // 2), per=HEADS, wide=how == "wide",
     )  # fmt: skip
     return outs[0], outs[1]
 
@@ -182,10 +183,6 @@ def _launch(
     options = {"enable_fp_fusion": False} if device.type == "cuda" else {}  # the interpreter does not know the word
     with on_device:
         _compiled()[name][grid](*args, **constants, num_warps=warps, **options, **dependent_launch(device))
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 tl: Any = None  # triton.language: Triton looks names up among the globals of what it compiles, so it must be one

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from attnspan.integrations.huggingface.dependent_launch import dependent_launch
 from attnspan.integrations.huggingface.fused_kernels import ACTIVATIONS, is_available
+from attnspan.paged.slot_writes import next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -170,7 +171,7 @@ def _products(
         _multiply(cut, parts, x, weights, rows, x_t, biases)
         _launch(
             "join", (-(-rows * n // JOINED),), x.device, out, parts, out if residual is None else residual,
-            rows * n, cut.splits, block=JOINED, block_s=_next_power_of_2(cut.splits),
+            rows * n, cut.splits, block=JOINED, block_s=next_power_of_2(cut.splits),
             has_residual=residual is not None, num_warps=4,
         )  # fmt: skip
     return [each.view(*x.shape[:-1], -1) for each in out.split([rows * size for size in sizes])]
@@ -213,7 +214,7 @@ def _multiply(
         "multiply", (sum(-(-n // cut.block_n) for n in sizes), cut.splits), x.device,
         out, x, *given, *added, out if residual is None else residual, rows, *sizes, *[0] * none, k, x_t,
         -(-k // (cut.block_k * cut.splits)), cut.ahead,
-        block_r=max(16, _next_power_of_2(rows)), block_n=cut.block_n, block_k=cut.block_k,
+        block_r=max(16, next_power_of_2(rows)), block_n=cut.block_n, block_k=cut.block_k,
         pieces=max(1, 32 * cut.warps // cut.block_n), even=k % cut.block_k == 0, matrices=len(weights), kind=kind,
         has_bias=biases is not None, has_residual=residual is not None, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
@@ -223,10 +224,6 @@ def _launch(name: str, grid: tuple[int, ...], device: torch.device, *args: objec
     on_device: Any = torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
     with on_device:
         _compiled()[name][grid](*args, **options, **dependent_launch(device))
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 PREFETCH = """
